@@ -50,8 +50,8 @@ type rules struct {
 
 	deadline, cooldown, halfLife, callbackLimit time.Duration
 
-	displaceFactor      float64 // 0: no client displaces another
-	residence, reserved time.Duration
+	displaceFactor                        float64 // 0: no client displaces another
+	residence, reserved, displaceInterval time.Duration
 }
 
 // slabsFor returns the owner and the size of the slabs for the client's handles; owner is
@@ -93,13 +93,10 @@ type client struct {
 	// client.
 	revoked   [reasons]int64
 	displaced int64
-	// displacing is the number of slabs that are being released for the client; tried: a
-	// refused request of the tick at triedAt has asked for some. Until idleUntil none are
-	// displaced for it.
-	displacing int
-	tried      bool
-	triedAt    time.Duration
-	idleUntil  time.Duration
+	// displacing is the number of slabs that are being released for the client. None are
+	// displaced for it before idleUntil, nor for refused requests before searchAt.
+	displacing          int
+	idleUntil, searchAt time.Duration
 }
 
 // client returns the client's account, a new one for the first call.

@@ -49,18 +49,19 @@ func Displace(d Demand, bytes int64, slabs []SlabState, factor float64) []SlabSt
 // client is given it.
 type reservation struct {
 	client string
-	bytes  int64
-	until  time.Duration
+	// bytes are left of so many.
+	bytes, of int64
+	until     time.Duration
 }
 
 // reserve reserves memory that was displaced for a client.
 func (p *peer) reserve(client string, bytes int64, until time.Duration) {
 	if i := slices.IndexFunc(p.reserved, func(r reservation) bool { return r.client == client }); i >= 0 {
-		p.reserved[i].bytes += bytes
-		p.reserved[i].until = until
+		r := &p.reserved[i]
+		r.bytes, r.of, r.until = r.bytes+bytes, r.of+bytes, until
 		return
 	}
-	p.reserved = append(p.reserved, reservation{client, bytes, until})
+	p.reserved = append(p.reserved, reservation{client, bytes, bytes, until})
 }
 
 // useReserved is called when a client has been given a new slab.
@@ -92,7 +93,7 @@ func (c *controller) expireReservations(now time.Duration) {
 			if now < r.until {
 				return r.bytes == 0
 			}
-			if r.bytes > 0 {
+			if 2*r.bytes > r.of {
 				c.clients[r.client].idleUntil = r.until + c.residence
 			}
 			return true
@@ -103,13 +104,14 @@ func (c *controller) expireReservations(now time.Duration) {
 // displacement is a pair of clients: slabs of from were displaced for to.
 type displacement struct{ from, to string }
 
-// displaceForRequest displaces memory for a refused request, at most once per tick and client.
+// displaceForRequest displaces memory for a refused request. It does not look for some each
+// time: a client may be refused thousands of times a second.
 func (c *controller) displaceForRequest(req Request) {
 	owner := c.clients[req.Hints.Client]
-	if owner.tried && owner.triedAt == req.Now {
+	if req.Now < owner.searchAt {
 		return
 	}
-	owner.tried, owner.triedAt = true, req.Now
+	owner.searchAt = req.Now + c.displaceInterval
 	n := max(int(owner.use.Wanted/req.Bytes), 1)
 	cost := req.Hints.Cost
 	if cost == 0 {
@@ -125,7 +127,7 @@ func (c *controller) displaceForRequest(req Request) {
 func (c *controller) displace(req Request, d Demand) {
 	c.expireReservations(req.Now)
 	asking := c.clients[d.Client]
-	if c.displaceFactor <= 0 || c.closing || asking.displacing > 0 || req.Now < asking.idleUntil {
+	if d.Cost <= 0 || c.displaceFactor <= 0 || c.closing || asking.displacing > 0 || req.Now < asking.idleUntil {
 		return
 	}
 	_, step := c.slabsFor(d.Client)

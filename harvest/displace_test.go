@@ -301,7 +301,7 @@ func TestDisplaceProgress(t *testing.T) {
 		m.c.client(name).use.Wanted = 2 * marketBytes
 		for range 2 * marketBytes / 2048 { // a slab of KV blocks at a time
 			m.fill(name, bytes, cost)
-			m.turn(10 * time.Millisecond)
+			m.turn(50 * time.Millisecond)
 		}
 		if got := m.held(name); got != 2*marketBytes {
 			t.Errorf("%s holds %d bytes after %v", name, got, m.now)

@@ -160,7 +160,7 @@ func (o Options) rules() rules {
 	return rules{
 		policy: o.Policy, reader: o.Reader, slabBytes: device.Align(o.SlabBytes), ownSlabBytes: own,
 		deadline: o.Deadline, cooldown: max(o.Cooldown, 0), halfLife: o.HalfLife, callbackLimit: o.CallbackLimit,
-		displaceFactor: max(o.DisplaceFactor, 0), residence: o.Residence, reserved: o.Reserve,
+		displaceFactor: max(o.DisplaceFactor, 0), residence: o.Residence, reserved: o.Reserve, displaceInterval: 5 * o.Interval,
 	}
 }
 
