@@ -343,6 +343,7 @@ func (c *controller) free(h *Handle, now time.Duration) error {
 		return err
 	}
 	h.account.state, h.account.callback, h.account.freedAt = freeing, nil, now
+	h.account.slab.freeing++
 	c.emit(refuse{h})
 	return nil
 }
@@ -361,6 +362,9 @@ func (c *controller) finishFree(h *Handle, ok bool, failed error) {
 func (c *controller) removeHandle(h *Handle, end handleState) {
 	a := &h.account
 	c.emit(invalidate{h})
+	if a.state == freeing {
+		a.slab.freeing--
+	}
 	a.state = end
 	n := a.slab.segments.used[a.offset]
 	a.slab.segments.release(a.offset)

@@ -117,20 +117,19 @@ func (c *controller) displaceForRequest(req Request) {
 	if cost == 0 {
 		cost = Cost(owner.use.WantedPerSecond, owner.use.Saved)
 	}
-	c.displace(req, Demand{Client: req.Hints.Client, Bytes: req.Bytes, Objects: n, Cost: time.Duration(n) * min(cost, maxCost/time.Duration(n))})
+	_, step := c.slabsFor(req.Hints.Client)
+	c.displace(req, max(step, req.Bytes), Demand{Client: req.Hints.Client, Bytes: req.Bytes, Objects: n, Cost: time.Duration(n) * min(cost, maxCost/time.Duration(n))})
 }
 
-// displace starts to release slabs of other clients, if that is worthwhile for the demand: on
-// the peer where the least is lost. A client has memory displaced for it one step at a time,
-// a slab of its own size, or one of the others' if these are larger: it must be given that
-// before more is displaced.
-func (c *controller) displace(req Request, d Demand) {
+// displace starts to release slabs of other clients of so many bytes, if that is worthwhile for
+// the demand: on the peer where the least is lost. No more are displaced for a client before it
+// could have been given these.
+func (c *controller) displace(req Request, bytes int64, d Demand) {
 	c.expireReservations(req.Now)
 	asking := c.clients[d.Client]
 	if d.Cost <= 0 || c.displaceFactor <= 0 || c.closing || asking.displacing > 0 || req.Now < asking.idleUntil {
 		return
 	}
-	_, step := c.slabsFor(d.Client)
 	var best []SlabState
 	var on *peer
 	for _, p := range c.peers {
@@ -144,11 +143,11 @@ func (c *controller) displace(req Request, d Demand) {
 		if c.policy.Evacuate(state) {
 			continue
 		}
-		victims := Displace(d, max(step, d.Bytes), c.displaceable(p, d.Client, req.Now), c.displaceFactor)
+		victims := Displace(d, bytes, c.displaceable(p, d.Client, req.Now), c.displaceFactor)
 		if len(victims) == 0 {
 			continue
 		}
-		if _, err := c.policy.Choose(req, []Candidate{{Peer: state, FreeExtent: max(step, req.Bytes), Leftover: max(step-req.Bytes, 0)}}); err != nil {
+		if _, err := c.policy.Choose(req, []Candidate{{Peer: state, FreeExtent: bytes, Leftover: bytes - req.Bytes}}); err != nil {
 			continue // the quota or the rate would refuse it
 		}
 		if best == nil || meanCost(victims) < meanCost(best) {
@@ -247,6 +246,6 @@ func (c *controller) want(p *peer, d Demand, now time.Duration) error {
 	if err != nil {
 		return fmt.Errorf("harvest: want %d bytes for %s: %w", d.Bytes, d.Client, err)
 	}
-	c.displace(req, d)
+	c.displace(req, max(d.total(), req.Bytes), d)
 	return nil
 }

@@ -58,8 +58,9 @@
 // more in all, the cheapest of these slabs are revoked, for ReasonPolicy (Displace, a pure
 // function), and their memory is reserved for the client that asked: a later Alloc finds it.
 // A slab is in service for Residence before it is displaced, and who was displaced does not
-// displace the other in turn for as long. One slab, or as many as make one of the client's
-// own, is displaced for a client at a time. None is where other processes need memory.
+// displace the other in turn for as long. No more is displaced for a client before what was is
+// released, and none where other processes need memory. A client that knows that there is no
+// room asks by Want.
 //
 // # Controller and shell
 //

@@ -126,6 +126,7 @@ type slab struct {
 	segments segments
 	handles  map[int64]*Handle // by offset
 	clients  map[string]int    // number of handles
+	freeing  int               // number of handles that are freed and not drained
 	since    time.Duration     // in service
 	// cost is the sum of the handles' costs, in nanoseconds.
 	cost     atomic.Int64

@@ -122,6 +122,12 @@ func (p *peer) room(client, owner string, bytes int64, now time.Duration) int {
 		if s.draining != nil || s.owner != owner {
 			continue
 		}
+		if s.freeing == 0 { // the slab may have thousands of handles
+			for _, e := range s.segments.free {
+				n += e.bytes / unit
+			}
+			continue
+		}
 		at := int64(0)
 		for _, h := range s.held(live) {
 			n += (h.account.offset - at) / unit

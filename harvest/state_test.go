@@ -14,8 +14,27 @@ func TestRoom(t *testing.T) {
 	}
 	lay := func(bytes int64, spans ...span) *slab {
 		s := &slab{segments: newSegments(bytes), handles: map[int64]*Handle{}}
+		at := int64(0)
+		for _, p := range append(spans, span{off: bytes}) { // with the gap before each
+			if p.off > at {
+				s.segments.allocate(at, p.off-at)
+			}
+			if p.bytes > 0 {
+				s.segments.allocate(p.off, p.bytes)
+			}
+			at = p.off + p.bytes
+		}
+		at = 0
+		for _, p := range append(spans, span{off: bytes}) {
+			if p.off > at {
+				s.segments.release(at)
+			}
+			at = p.off + p.bytes
+		}
 		for _, p := range spans {
-			s.segments.used[p.off] = p.bytes
+			if p.state == freeing {
+				s.freeing++
+			}
 			s.handles[p.off] = &Handle{account: allocation{slab: s, offset: p.off, state: p.state}}
 		}
 		return s
