@@ -362,3 +362,46 @@ func TestDisplaceOscillation(t *testing.T) {
 		})
 	}
 }
+
+// BenchmarkManyBlocks: what a client of many objects asks for takes as long as its slabs, not its
+// objects, are many.
+func BenchmarkManyBlocks(b *testing.B) {
+	const block, perSlab = 512, 64
+	for _, blocks := range []int{1 << 10, 100 << 10} {
+		p := &peer{space: device.HBM(1), paths: map[device.Space]device.Path{device.HBM(0): {}}}
+		p.update(Reading{Capacity: int64(blocks) * block, Free: int64(blocks) * block}, 0, time.Minute)
+		o := Options{Clients: map[string]ClientOptions{"kv": {SlabBytes: perSlab * block}}}.EnsureDefaults()
+		m := &market{fail: b.Fatalf, handles: map[*Handle]bool{}}
+		m.c = &controller{rules: o.rules(), clients: map[string]*client{}, displaced: map[displacement]time.Duration{}, peers: peers{p}}
+		m.c.setUse("kv", Use{PerSecond: 1, Saved: time.Millisecond}, 0)
+		req, _ := m.c.request(block, Hints{Client: "kv"}, 0)
+		for range blocks / perSlab {
+			s := m.c.slabAllocated(placement{peer: p, owner: "kv", client: "kv"}, device.Region{Space: p.space, Range: device.Range{Addr: 1 << 20, Bytes: perSlab * block}})
+			for i := range int64(perSlab) {
+				m.c.grant(s, i*block, block, req, &m.clock)
+			}
+			m.takeActions()
+		}
+		run := func(name string, f func()) {
+			b.Run(fmt.Sprintf("%s/blocks=%d", name, blocks), func(b *testing.B) {
+				for b.Loop() {
+					f()
+				}
+			})
+		}
+		run("use", func() { m.c.setUse("kv", Use{PerSecond: 1, Saved: time.Millisecond}, 0) })
+		run("room", func() { p.room("kv", "kv", block, 0) })
+		m.now = time.Minute
+		run("want", func() { // too little to displace a slab
+			if err := m.c.want(p, Demand{Client: "experts", Bytes: block, Objects: 1, Cost: time.Millisecond}, m.now); err != nil || len(m.c.draining) > 0 {
+				b.Fatal(err)
+			}
+		})
+		run("refused", func() {
+			req, _ := m.c.request(block, Hints{Client: "kv"}, m.now)
+			if _, err := m.c.choose(req); err == nil {
+				b.Fatal("not refused")
+			}
+		})
+	}
+}

@@ -51,6 +51,7 @@ type PeerUsage struct {
 	// Churn is the fraction of the memory that other processes allocate and free per
 	// minute.
 	Churn float64
+	// Slabs; none in a Summary.
 	Slabs []SlabUsage
 }
 
@@ -83,11 +84,19 @@ type SegmentUsage struct {
 	Draining bool `json:"draining,omitempty"`
 }
 
-// State is a snapshot.
+// State is a snapshot, with every handle.
 func (r *Runtime) State() State {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.control.state(r.clock.now())
+}
+
+// Summary is the State without slabs: the time that it takes does not depend on the number of
+// handles.
+func (r *Runtime) Summary() State {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.control.summary(r.clock.now())
 }
 
 // Health is why each peer must not be used; nil if it may.
@@ -139,6 +148,16 @@ func (p *peer) room(client, owner string, bytes int64, now time.Duration) int {
 }
 
 func (c *controller) state(now time.Duration) State {
+	s := c.summary(now)
+	for i, p := range c.peers {
+		for _, l := range p.slabs {
+			s.Peers[i].Slabs = append(s.Peers[i].Slabs, c.slabUsage(l))
+		}
+	}
+	return s
+}
+
+func (c *controller) summary(now time.Duration) State {
 	s := State{Now: now, Clients: map[string]ClientUsage{}, Revocations: map[Reason]int64{}, CallbackPanics: c.panics}
 	for reason := ReasonPressure; reason < reasons; reason++ {
 		s.Revocations[reason] = c.revoked[reason]
@@ -156,28 +175,26 @@ func (c *controller) state(now time.Duration) State {
 		s.Clients[name] = u
 	}
 	for _, p := range c.peers {
-		s.Peers = append(s.Peers, c.usage(p))
+		s.Peers = append(s.Peers, p.usage())
 		for _, l := range p.slabs {
-			s.Draining += len(l.held(freeing))
+			s.Draining += l.freeing
 		}
 	}
 	return s
 }
 
-func (c *controller) usage(p *peer) PeerUsage {
+func (p *peer) usage() PeerUsage {
 	u := PeerUsage{
 		Space: p.space, Health: p.health, Reading: p.reading, Free: p.free,
 		Headroom: p.headroom, Borrowable: p.borrowable(), Draining: p.draining, Churn: p.churnRate,
 	}
 	for _, s := range p.slabs {
-		slab := c.slabUsage(s)
-		if !slab.Draining {
+		if s.draining == nil {
 			free, largest := s.segments.freeBytes()
 			u.FreeInSlabs += free
 			u.Used += s.segments.bytes - free
 			u.LargestFreeExtent = max(u.LargestFreeExtent, largest)
 		}
-		u.Slabs = append(u.Slabs, slab)
 	}
 	return u
 }

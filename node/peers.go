@@ -42,7 +42,7 @@ func (n *Node) openHarvest(u *setup) error {
 		return fault.Of(fault.ErrDevice, err)
 	}
 	n.started(n.closeHarvest)
-	peers := n.harvest.State().Peers
+	peers := n.harvest.Summary().Peers
 	if why := u.inert(peers, monitor != nil); why != "" {
 		n.log.Warn("the policy of --harvest-policy places as best-fit does", "policy", o.Policy.Name(), "reason", why)
 	}

@@ -280,7 +280,7 @@ func (s *shared) run() {
 				must(s.rb.Tick(now))
 			}
 			if i%50 == 0 {
-				s.clients = s.harvest.State().Clients
+				s.clients = s.harvest.Summary().Clients
 				s.held = append(s.held, [2]int64{s.clients["experts"].Bytes, s.clients["kv"].Bytes})
 			}
 		}

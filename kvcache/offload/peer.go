@@ -37,7 +37,7 @@ func openPeers(e Env, c Config) (*Medium, error) {
 	}
 	p := &peerMemory{env: e, points: points{machine: e.Machine, name: "kv peer tier"}}
 	var all []device.Space
-	for _, peer := range e.Harvest.State().Peers {
+	for _, peer := range e.Harvest.Summary().Peers {
 		all = append(all, peer.Space)
 	}
 	for _, i := range c.DestGPUs {

@@ -82,7 +82,7 @@ func (o *Observer) Harvest() Harvest {
 	if o.p.Harvest == nil {
 		return Harvest{}
 	}
-	s := o.p.Harvest.State()
+	s := o.p.Harvest.Summary()
 	h := Harvest{Peers: s.Peers, Clients: s.Clients, Revocations: map[string]int64{}}
 	for reason, n := range s.Revocations {
 		h.Revocations[reason.String()] = n
