@@ -131,6 +131,11 @@ func benchPrefix(ctx context.Context, s *streams, set *settings, o *prefixOption
 	if err != nil {
 		return err
 	}
+	for _, key := range []string{"enable-prefix-caching", "kv-offloading-size", "kv-transfer-config"} {
+		if set.given(key) {
+			return usagef("--%s is what --places sets, for each place its own; leave it out", key)
+		}
+	}
 	places, err := prefix.ParsePlaces(o.places)
 	if err != nil {
 		return usagef("--places: %w", err)
@@ -257,18 +262,13 @@ func (b *prefixes) open(ctx context.Context, p prefix.Place, tokens, length int)
 	return bench.NewPrefixes(n, b.hardware), nil
 }
 
-// transferConfig is the setting that asks for tiers.
-const transferConfig = "kv-transfer-config"
-
 // tierSettings asks for the tier of a place alone, with room for the blocks of tokens tokens.
 func tierSettings(set *configs.Settings, p prefix.Place, tokens int, directory string) error {
+	set.KV.OffloadingSize, set.KV.TransferConfig = 0, ""
 	sizes := map[prefix.Place]string{prefix.Peer: "num_gpu_blocks", prefix.Host: "num_cpu_blocks", prefix.File: "num_file_blocks"}
 	size, ok := sizes[p]
 	if !ok {
 		return nil
-	}
-	if _, ok := configs.Find(transferConfig); !ok {
-		return fault.Of(fault.ErrConfig, fmt.Errorf("this version keeps no KV blocks in the tier %s", p))
 	}
 	extra := map[string]any{size: tokens/set.KV.BlockSize + 64} // and what is generated
 	if p == prefix.File {
@@ -277,8 +277,6 @@ func tierSettings(set *configs.Settings, p prefix.Place, tokens int, directory s
 		}
 	}
 	text, err := json.Marshal(map[string]any{"kv_connector_extra_config": extra})
-	if err != nil {
-		return err
-	}
-	return fault.Of(fault.ErrConfig, set.Put(map[string]any{transferConfig: string(text)}))
+	set.KV.TransferConfig = string(text)
+	return err
 }

@@ -88,9 +88,9 @@ func TestResultsAreReported(t *testing.T) {
 	for name, args := range map[string][]string{
 		"throughput": {"bench", "throughput", "--emulate", "virtual,nodata,hbm=256MiB,pcie=1GB/s", "--offload-fraction", "0.5", "--num-prompts", "2", "--input-len", "3", "--output-len", "3", "--trials", "2", "--warmup-tokens", "0"},
 		"transfer":   {"bench", "transfer", "--emulate", "virtual,nodata,pcie=1GB/s,nvlink=5GB/s,latency=8us", "--largest-mib", "1", "--repetitions", "1"},
-		"kv":         {"bench", "kv", "--emulate", "virtual,nodata,pcie=1GB/s,nvlink=5GB/s,latency=8us", "--entries", "100", "--repetitions", "1"},
+		"benchkv":    {"bench", "kv", "--emulate", "virtual,nodata,pcie=1GB/s,nvlink=5GB/s,latency=8us", "--entries", "100", "--repetitions", "1"},
 		"kvcopies":   {"bench", "kv", "--copy-method", "both", "--emulate", "virtual,nodata,pcie=1GB/s,nvlink=5GB/s,latency=8us", "--copy-sizes", "4KiB", "--copy-blocks", "3", "--repetitions", "1"},
-		"prefix":     {"bench", "prefix", "--emulate", "virtual,nodata,hbm=256MiB,pcie=1GB/s", "--lengths", "16", "--places", "hbm,nowhere", "--repetitions", "1"},
+		"prefix":     {"bench", "prefix", "--emulate", "virtual,nodata,hbm=256MiB,pcie=1GB/s", "--lengths", "16", "--places", "hbm,host,nowhere", "--repetitions", "1"},
 		"plan":       {"plan", "--model", "mixtral-8x7b", "--hardware", "h200", "--offload-fraction", "0.5", "--peers", "1"},
 		"inspect":    {"inspect", "--offload-fraction", "0.5", "--emulate", "hbm=256MiB"},
 	} {
