@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"reflect"
 	"slices"
 	"strings"
 
@@ -51,10 +52,8 @@ type Config struct {
 	Durability map[string]Durability
 }
 
-// Enabled reports whether there are any tiers.
-func (c Config) Enabled() bool {
-	return c.SpecName != "" || c.GPUBlocks > 0 || c.CPUBlocks > 0 || c.CPUBytes > 0 || c.FileBlocks > 0
-}
+// Enabled reports whether anything is set: if no tier then has a size, Validate says so.
+func (c Config) Enabled() bool { return !reflect.DeepEqual(c, Config{}) }
 
 // EnsureDefaults returns c with its defaults set.
 func (c Config) EnsureDefaults() Config {
@@ -69,6 +68,15 @@ func (c Config) EnsureDefaults() Config {
 
 // Validate reports the first setting that is invalid or contradicts another.
 func (c Config) Validate() error {
+	if err := c.validateValues(); err != nil {
+		return err
+	}
+	_, err := newSpec(c)
+	return err
+}
+
+// validateValues is Validate, except for what the spec says of the tiers' sizes.
+func (c Config) validateValues() error {
 	for _, f := range []struct {
 		key   string
 		value int
@@ -102,7 +110,7 @@ func (c Config) Validate() error {
 			return fmt.Errorf("durability of %s is %q; it must be %q or %q", medium, d, Backed, Lossy)
 		}
 	}
-	_, err := newSpec(c)
+	_, err := findSpec(c.SpecName)
 	return err
 }
 
@@ -168,7 +176,8 @@ var extraKeys = map[string]func(*Config) any{
 var positiveKeys = []string{"num_gpu_blocks", "num_cpu_blocks", "num_file_blocks", "block_size", "block_size_factor"}
 
 // ParseTransferConfig reads the JSON of --kv-transfer-config. Unknown keys, and values that
-// contradict each other, are errors that name them.
+// contradict each other, are errors that name them. It does not require a tier with a size,
+// which other settings may give: Validate does.
 func ParseTransferConfig(text []byte) (Config, error) {
 	var t transferConfig
 	if err := decode(text, &t); err != nil {
@@ -194,10 +203,7 @@ func ParseTransferConfig(text []byte) (Config, error) {
 			return Config{}, fmt.Errorf("--kv-transfer-config: %s is %d; it must be positive", key, *n)
 		}
 	}
-	if !c.Enabled() {
-		return Config{}, errors.New("--kv-transfer-config asks for no tier; set num_cpu_blocks, num_gpu_blocks or num_file_blocks in kv_connector_extra_config")
-	}
-	if err := c.EnsureDefaults().Validate(); err != nil {
+	if err := c.EnsureDefaults().validateValues(); err != nil {
 		return Config{}, fmt.Errorf("--kv-transfer-config: %w", err)
 	}
 	return c, nil

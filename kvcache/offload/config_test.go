@@ -18,8 +18,10 @@ func TestParseTransferConfig(t *testing.T) {
 		`{"kv_connector_extra_config": {"num_gpu_blocks": 5, "num_cpu_blocks": 6, "num_file_blocks": 7, "directory": "/d", "dest_gpu_id": [1, 3], "durability": {"PEER_GPU": "lossy", "CPU": "backed"}}}`: {
 			GPUBlocks: 5, CPUBlocks: 6, FileBlocks: 7, Directory: "/d", DestGPUs: []int{1, 3}, Durability: map[string]Durability{PeerGPU: Lossy, CPU: Backed},
 		},
+		`{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}`: {},
+		`{"kv_connector_extra_config": {"eviction_policy": "arc"}}`:     {EvictionPolicy: "arc"}, // the size is in another setting
 	} {
-		if got, err := ParseTransferConfig([]byte(text)); err != nil || !reflect.DeepEqual(got, want) {
+		if got, err := ParseTransferConfig([]byte(text)); err != nil || !reflect.DeepEqual(got, want) || got.Enabled() != !reflect.DeepEqual(want, Config{}) {
 			t.Errorf("%s: %+v, %v", text, got, err)
 		}
 	}
@@ -34,8 +36,6 @@ func TestBadTransferConfig(t *testing.T) {
 		`{"kv_role": "kv_producer"}`:         `kv_role is "kv_producer"; only "kv_both"`,
 		`{"kv_port": 7}`:                     `unknown field "kv_port"`,
 		`{} {}`:                              "unexpected text",
-		`{}`:                                 "asks for no tier; set num_cpu_blocks",
-		extra(``):                            "asks for no tier",
 		extra(`"num_cpu_block": 1`):          `unknown key "num_cpu_block"`,
 		extra(`"num_cpu_blocks": 0`):         "num_cpu_blocks is 0; it must be positive",
 		extra(`"num_cpu_blocks": -3`):        "num_cpu_blocks is -3",
@@ -43,7 +43,6 @@ func TestBadTransferConfig(t *testing.T) {
 		extra(`"num_cpu_blocks": 1.5`):       "num_cpu_blocks: json",
 		extra(`"num_cpu_blocks": 1, "x": 1`): `unknown key "x"`,
 		extra(`"num_file_blocks": 1`):        "directory is not",
-		extra(`"directory": "/d"`):           "asks for no tier",
 		extra(`"num_cpu_blocks": 1, "directory": "/d"`):                 "num_file_blocks is not",
 		extra(`"num_cpu_blocks": 1, "dest_gpu_id": 1`):                  "num_gpu_blocks is not set",
 		extra(`"num_gpu_blocks": 1, "dest_gpu_id": -1`):                 "GPU -1",
@@ -60,13 +59,18 @@ func TestBadTransferConfig(t *testing.T) {
 		extra(`"num_cpu_blocks": 1, "block_size": 0`):                   "block_size is 0",
 		extra(`"num_cpu_blocks": 1, "block_size_factor": -1`):           "block_size_factor is -1",
 	} {
-		if _, err := ParseTransferConfig([]byte(text)); err == nil || !strings.Contains(err.Error(), want) {
+		c, err := ParseTransferConfig([]byte(text))
+		if err == nil {
+			err = c.EnsureDefaults().Validate()
+		}
+		if err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: %v, want an error with %q", text, err, want)
 		}
 	}
 	for want, c := range map[string]Config{
 		"--kv-offloading-size and num_cpu_blocks": {CPUBytes: 1, CPUBlocks: 1},
 		"--kv-offloading-size is -1":              {CPUBytes: -1},
+		"no tier has a size":                      {EvictionPolicy: "arc"},
 	} {
 		if err := c.EnsureDefaults().Validate(); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%+v: %v, want an error with %q", c, err, want)
@@ -78,8 +82,14 @@ func FuzzParseTransferConfig(f *testing.F) {
 	f.Add(`{"kv_connector_extra_config": {"num_gpu_blocks": 5, "dest_gpu_id": [1, 3], "durability": {"PEER_GPU": "lossy"}}}`)
 	f.Fuzz(func(t *testing.T, text string) {
 		c, err := ParseTransferConfig([]byte(text))
-		if err == nil && c.EnsureDefaults().Validate() != nil {
-			t.Errorf("%q: invalid %+v", text, c)
+		if err != nil {
+			return
+		}
+		if c.CPUBlocks == 0 && (c.SpecName == "" || c.SpecName == TieredSpec) {
+			c.CPUBytes = 1 << 30 // by another setting
+		}
+		if err := c.EnsureDefaults().Validate(); err != nil && c.CPUBytes > 0 {
+			t.Errorf("%q: %v", text, err)
 		}
 	})
 }

@@ -49,13 +49,21 @@ func Register(name string, construct func(Config) (Spec, error)) {
 	specs.by[name] = construct
 }
 
+// findSpec returns the constructor of that name.
+func findSpec(name string) (func(Config) (Spec, error), error) {
+	specs.Lock()
+	defer specs.Unlock()
+	if construct := specs.by[name]; construct != nil {
+		return construct, nil
+	}
+	return nil, fmt.Errorf("spec_name is %q; it must be one of %s", name, strings.Join(slices.Sorted(maps.Keys(specs.by)), ", "))
+}
+
 // newSpec returns the configuration's spec.
 func newSpec(c Config) (Spec, error) {
-	specs.Lock()
-	construct, names := specs.by[c.SpecName], slices.Sorted(maps.Keys(specs.by))
-	specs.Unlock()
-	if construct == nil {
-		return nil, fmt.Errorf("spec_name is %q; it must be one of %s", c.SpecName, strings.Join(names, ", "))
+	construct, err := findSpec(c.SpecName)
+	if err != nil {
+		return nil, err
 	}
 	return construct(c)
 }
@@ -85,7 +93,7 @@ func builtin(mediums ...string) func(Config) (Spec, error) {
 			any = any || s.set
 		}
 		if !any {
-			return nil, errors.New("no tier has a size; set num_gpu_blocks, num_cpu_blocks or num_file_blocks")
+			return nil, errors.New("no tier has a size; set --kv-offloading-size, or num_gpu_blocks, num_cpu_blocks or num_file_blocks in --kv-transfer-config")
 		}
 		return builtinSpec{c}, nil
 	}
