@@ -23,7 +23,7 @@ func kvTiers(s *configs.Settings) (c offload.Config, err error) {
 		}
 	}
 	c.CPUBytes = int64(s.KV.OffloadingSize * (1 << 30))
-	if !c.Enabled() {
+	if !c.Enabled() && s.KV.TransferConfig == "" {
 		return c, nil
 	}
 	if s.Batch.Attention == configs.OnCPU {
