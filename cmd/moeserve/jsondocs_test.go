@@ -371,6 +371,7 @@ var fieldDocs = map[string]string{
 	"tpot_p50_s":              "mean time per output token of a request after its first, median of requests",
 	"tpot_p99_s":              "the same, percentile 99",
 	"itl_p99_s":               "time between two tokens of a request, percentile 99",
+	"itl_max_s":               "the longest time between two tokens of a request",
 	"Point.duration_s":        "from the start to the last token",
 	"Point.output_throughput": "tokens generated per second",
 	"Point.preemptions":       "preemptions of sequences",

@@ -95,6 +95,8 @@ type Outcome struct {
 	// start.
 	Arrived []time.Duration
 	Tokens  [][]time.Duration
+	// IDs of these tokens; nil where memory holds no bytes.
+	IDs [][]int32
 	// Preemptions of sequences, and PrefillTokens computed, those of preempted sequences again.
 	Preemptions, PrefillTokens int64
 }
@@ -164,7 +166,7 @@ type Point struct {
 	// Jain is Jain's index of the requests' rates.
 	Jain float64 `json:"jain_index"`
 	// TTFT is the time to first token, ShortTTFT that of short requests, TPOT the mean time of a
-	// request's tokens after the first, ITL the time between two tokens: percentiles.
+	// request's tokens after the first, ITL the time between two tokens: percentiles, and the maximum.
 	TTFT50      float64 `json:"ttft_p50_s"`
 	TTFT99      float64 `json:"ttft_p99_s"`
 	ShortTTFT50 float64 `json:"short_ttft_p50_s"`
@@ -172,12 +174,15 @@ type Point struct {
 	TPOT50      float64 `json:"tpot_p50_s"`
 	TPOT99      float64 `json:"tpot_p99_s"`
 	ITL99       float64 `json:"itl_p99_s"`
+	ITLMax      float64 `json:"itl_max_s"`
 	// Seconds from the start to the last token, and OutputThroughput in tokens per second.
 	Seconds          float64 `json:"duration_s"`
 	OutputThroughput float64 `json:"output_throughput"`
 	Preemptions      int64   `json:"preemptions"`
 	// RecomputedTokens were computed in addition to those of the prompts.
 	RecomputedTokens int64 `json:"recomputed_tokens"`
+	// TokensSHA256 identifies all tokens: see eval.Result.
+	TokensSHA256 string `json:"tokens_sha256"`
 }
 
 // Measure appends a point to r for each line. Where ctx ends, or a line fails, r has the points of
@@ -254,6 +259,10 @@ func point(l Line, requests []Request, long int, out Outcome) (Point, error) {
 	p.Jain, p.OutputThroughput = Jain(rates), float64(tokens)/p.Seconds
 	p.ShortTTFT50, p.ShortTTFT99 = percentile(ttft[long:], 50), percentile(ttft[long:], 99)
 	p.TTFT50, p.TTFT99 = percentile(ttft, 50), percentile(ttft, 99)
+	p.ITLMax = slices.Max(itl)
+	if out.IDs != nil {
+		p.TokensSHA256 = fmt.Sprintf("%x", eval.Digest(out.IDs))
+	}
 	p.TPOT50, p.TPOT99, p.ITL99 = percentile(tpot, 50), percentile(tpot, 99), percentile(itl, 99)
 	return p, nil
 }

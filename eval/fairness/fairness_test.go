@@ -39,7 +39,7 @@ func (f *fake) Info() fairness.Info {
 }
 
 func (f *fake) Run(_ context.Context, requests []fairness.Request) (fairness.Outcome, error) {
-	out := fairness.Outcome{Preemptions: 3, PrefillTokens: 100}
+	out := fairness.Outcome{Preemptions: 3, PrefillTokens: 100, IDs: [][]int32{{7}}}
 	for i, r := range requests {
 		out.Arrived = append(out.Arrived, r.Arrival)
 		var at []time.Duration
@@ -85,15 +85,22 @@ func TestMeasure(t *testing.T) {
 	// Rates: 5 tokens in 5 s, 3 in 4 s, 3 in 9 s. The last comes at 4 + 9 s.
 	p := r.Points[0]
 	if math.Abs(p.Jain-math.Pow(1+0.75+1./3, 2)/3/(1+0.75*0.75+1./9)) > 1e-12 || p.TTFT50 != 2 || p.TTFT99 != 7 || p.ShortTTFT50 != 2 || p.ShortTTFT99 != 7 ||
-		p.TPOT99 != 1 || p.ITL99 != 1 || p.Seconds != 13 || p.OutputThroughput != 11./13 || p.Preemptions != 3 || p.RecomputedTokens != 40 {
+		p.TPOT99 != 1 || p.ITL99 != 1 || p.ITLMax != 1 || p.TokensSHA256 == "" || p.Seconds != 13 || p.OutputThroughput != 11./13 || p.Preemptions != 3 || p.RecomputedTokens != 40 {
 		t.Errorf("%+v", p)
 	}
 	var b strings.Builder
 	if err := fairness.WriteTable(&b, &r); err != nil {
 		t.Fatal(err)
 	}
+	if want := "the same tokens in all lines"; !strings.Contains(b.String(), want) {
+		t.Errorf("no %q in\n%s", want, b.String())
+	}
+	r.Points[1].TokensSHA256 = "other"
+	if err := fairness.WriteTable(&b, &r); err != nil {
+		t.Fatal(err)
+	}
 	for _, want := range []string{
-		"m (bfloat16): 1 requests of 5 tokens at the start, and 2 of 3, 2 s apart; prompts of 20 tokens\nKV cache of 9 blocks of 16 tokens; all requests together need 6\n",
+		"the generated tokens DIFFER", "m (bfloat16): 1 requests of 5 tokens at the start, and 2 of 3, 2 s apart; prompts of 20 tokens\nKV cache of 9 blocks of 16 tokens; all requests together need 6\n",
 		"none    fcfs            -", "host    fair           64",
 	} {
 		if !strings.Contains(b.String(), want) {

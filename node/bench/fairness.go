@@ -26,6 +26,7 @@ type Fairness struct {
 	jobs     []*engine.Job // submitted
 	ended    int
 	out      fairness.Outcome
+	ids      [][]int32
 	readers  sync.WaitGroup
 }
 
@@ -59,6 +60,10 @@ func (b *Fairness) Run(ctx context.Context, requests []fairness.Request) (fairne
 	before := e.State()
 	b.started, b.requests = b.n.Machine().Now(), requests
 	b.out.Arrived, b.out.Tokens = make([]time.Duration, len(requests)), make([][]time.Duration, len(requests))
+	b.ids = make([][]int32, len(requests))
+	if b.n.Machine().Capabilities().KeepsData {
+		b.out.IDs = b.ids
+	}
 	b.submitDue(true)
 	ran := make(chan error, 1)
 	go func() { ran <- e.Run(running) }()
@@ -112,6 +117,7 @@ func (b *Fairness) fail(err error) {
 // read reads a job to its end.
 func (b *Fairness) read(i int, job *engine.Job) {
 	var at []time.Duration
+	var ids []int32
 	for {
 		u, err := job.Next(context.Background())
 		if err != nil {
@@ -121,11 +127,12 @@ func (b *Fairness) read(i int, job *engine.Job) {
 			break
 		}
 		if len(u.Tokens) > 0 {
+			ids = append(ids, u.Tokens[0].ID)
 			at = append(at, u.At.Sub(time.Unix(0, 0))-b.started)
 		}
 	}
 	b.mu.Lock()
-	b.out.Tokens[i] = at
+	b.out.Tokens[i], b.ids[i] = at, ids
 	b.ended++
 	idle := b.ended == len(b.jobs)
 	b.mu.Unlock()

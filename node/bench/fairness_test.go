@@ -39,6 +39,9 @@ func TestFairness(t *testing.T) {
 		t.Errorf("%+v\n%+v", runs[0].Points, runs[1].Points)
 	}
 	fcfs, fair := runs[0].Points[0], runs[0].Points[1]
+	if fair.TokensSHA256 == "" || fair.TokensSHA256 != fcfs.TokensSHA256 {
+		t.Errorf("tokens %q and %q", fcfs.TokensSHA256, fair.TokensSHA256)
+	}
 	if fair.Preemptions == 0 || fair.Jain < 1.2*fcfs.Jain || 2*fair.ShortTTFT99 > fcfs.ShortTTFT99 {
 		t.Errorf("fcfs %+v\nfair %+v", fcfs, fair)
 	}
