@@ -14,7 +14,6 @@ import (
 	"github.com/moeserve/moeserve/eval/fairness"
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/node/bench"
-	"github.com/moeserve/moeserve/node/fault"
 )
 
 // fairnessOptions are the flags of bench fairness alone.
@@ -162,13 +161,10 @@ func (o *fairnessOptions) settings(set configs.Settings, l fairness.Line) (confi
 	if !ok {
 		return set, nil
 	}
-	const transferConfig = "kv-transfer-config"
-	if _, ok := configs.Find(transferConfig); !ok {
-		return set, fault.Of(fault.ErrConfig, fmt.Errorf("--kv-tiers has %s: this version keeps no KV blocks there", l.Tier))
-	}
 	text, err := json.Marshal(map[string]any{"kv_connector_extra_config": map[string]int{size: o.long*long + o.short*short}})
 	if err != nil {
 		return set, fmt.Errorf("kv tier %s: %w", l.Tier, err)
 	}
-	return set, fault.Of(fault.ErrConfig, set.Put(map[string]any{transferConfig: string(text)}))
+	set.KV.TransferConfig = string(text)
+	return set, nil
 }
