@@ -10,6 +10,8 @@ import (
 	"testing/synctest"
 
 	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/pipeline"
 	"github.com/moeserve/moeserve/tools/fixtures"
@@ -32,21 +34,31 @@ func conversations(count, vocab int) []engine.Request {
 	return rs
 }
 
-// TestPrefixCacheChangesNoToken runs the same conversations with prefix caching and without, in
-// a tiny pool with preemptions, where some are canceled: all have the same tokens.
+// TestPrefixCacheChangesNoToken runs the same conversations with prefix caching or KV tiers and
+// without, in a tiny pool with preemptions, where some are canceled, and where another tenant
+// takes and releases the peers' memory: all have the same tokens.
 func TestPrefixCacheChangesNoToken(t *testing.T) {
-	for name, model := range map[string]string{
-		"built-in": "",
-		"longrope": fixtures.Dir(t, "phimoe"), // long after 64 tokens
-		"window":   fixtures.Dir(t, "mixtral_window"),
+	longrope := fixtures.Dir(t, "phimoe") // long after 64 tokens
+	for _, c := range []struct {
+		name, model, tiers string
+		local              bool
+	}{
+		{"built-in", "", "", true},
+		{"longrope", longrope, "", true},
+		{"window", fixtures.Dir(t, "mixtral_window"), "", true},
+		{"host", longrope, `"num_cpu_blocks": 30`, true},
+		{"host alone", "", `"num_cpu_blocks": 30, "eviction_policy": "arc"`, false},
+		{"peers and host", longrope, `"num_gpu_blocks": 20, "num_cpu_blocks": 30`, false},
+		{"lossy peers", "", `"num_gpu_blocks": 10, "block_size_factor": 2, "durability": {"PEER_GPU": "lossy"}`, true},
+		{"files", longrope, fmt.Sprintf(`"num_file_blocks": 40, "directory": %q`, t.TempDir()), false},
 	} {
-		t.Run(name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) { testPrefixCacheChangesNoToken(t, model) })
+		t.Run(c.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) { testPrefixCacheChangesNoToken(t, c.model, c.tiers, c.local) })
 		})
 	}
 }
 
-func testPrefixCacheChangesNoToken(t *testing.T, model string) {
+func testPrefixCacheChangesNoToken(t *testing.T, model, tiers string, local bool) {
 	n, _ := open(t, func(s *configs.Settings) { s.Model.Name, s.KV.EnablePrefixCaching = model, false })
 	rs := conversations(48, n.Info().Config.Vocab)
 	want := alone(t, n, rs)
@@ -55,11 +67,15 @@ func testPrefixCacheChangesNoToken(t *testing.T, model string) {
 	}
 	for _, blocks := range []int{12, 40} {
 		var count steps
-		tight, _ := openWith(t, engine.Listener{StepFinished: func(engine.StepInfo) { count.step() }}, func(s *configs.Settings) {
-			s.Model.Name = model
+		tight, m := openWith(t, engine.Listener{StepFinished: func(engine.StepInfo) { count.step() }}, func(s *configs.Settings) {
+			s.Model.Name, s.KV.EnablePrefixCaching = model, local
+			if tiers != "" {
+				s.KV.TransferConfig = `{"kv_connector_extra_config": {` + tiers + `}}`
+			}
 			s.KV.NumGPUBlocksOverride, s.KV.MaxModelLen, s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs = blocks, 120, 50, 8
 		})
 		stop := run(t, tight)
+		tenant := &tenant{machine: m}
 		random := rand.New(rand.NewPCG(uint64(blocks), 1))
 		cached := 0
 		var mu sync.Mutex
@@ -73,7 +89,10 @@ func testPrefixCacheChangesNoToken(t *testing.T, model string) {
 				ctx, cancel := context.WithCancel(t.Context())
 				defer cancel()
 				count.await(i)
-				if i == 30 {
+				switch i {
+				case 10, 20:
+					tenant.use(i == 10)
+				case 30:
 					tight.Engine().ResetPrefixCache(false)
 				}
 				j, err := tight.Engine().Submit(ctx, r)
@@ -106,14 +125,37 @@ func testPrefixCacheChangesNoToken(t *testing.T, model string) {
 			t.Error(err)
 		}
 		s := tight.Engine().State()
-		if s.PrefixCacheHits != int64(cached) || cached == 0 || s.PrefixCacheQueries <= s.PrefixCacheHits {
+		if s.PrefixCacheHits+s.ExternalHits != int64(cached) || local != (s.PrefixCacheHits > 0) || tiers == "" && s.ExternalHits > 0 || tiers != "" && blocks == 12 && s.ExternalHits == 0 {
 			t.Errorf("%d blocks: %+v, and the requests had %d cached tokens", blocks, s, cached)
 		}
 		if blocks == 12 && s.Preemptions == 0 {
 			t.Error("nothing was preempted: the cache is too large for this test")
 		}
-		if s.KVUsedBlocks != 0 || tight.KV().Free() != s.KVBlocks {
+		if s.KVUsedBlocks != tight.KV().Held() || tight.KV().Free()+s.KVUsedBlocks != s.KVBlocks {
 			t.Errorf("%d blocks, after the last request: %+v, %d blocks free", blocks, s, tight.KV().Free())
+		}
+	}
+}
+
+// tenant is another process that uses the peers' memory.
+type tenant struct {
+	machine *emulated.Machine
+	mu      sync.Mutex
+	taken   [3]int64
+}
+
+// use takes what is free of the peers' memory, or releases it.
+func (t *tenant) use(takes bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for gpu := 1; gpu < len(t.taken); gpu++ {
+		at := device.HBM(gpu)
+		if !takes {
+			t.machine.Occupy(at, -t.taken[gpu]) //nolint:errcheck // it has them
+			continue
+		}
+		if u, err := t.machine.Usage(at); err == nil && t.machine.Occupy(at, u.Free()) == nil {
+			t.taken[gpu] = u.Free()
 		}
 	}
 }
