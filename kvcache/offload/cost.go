@@ -71,6 +71,14 @@ func (c *costs) seconds(tokens int) float64 {
 	return s
 }
 
+// share of so many tokens in the seconds of a large step; 0: nothing is measured.
+func (c *costs) share(tokens int) float64 {
+	if c.steps.n == 0 {
+		return 0
+	}
+	return c.steps.at(c.steps.most) / c.steps.most * float64(tokens)
+}
+
 func (c *costs) of(medium string) *choice {
 	if c.mediums == nil {
 		c.mediums = map[string]*choice{}

@@ -44,6 +44,14 @@
 // Harvest's callback, on any goroutine, only puts the key on a list. Each method of the
 // engine's goroutine takes the list first, and has the account lose the keys.
 //
+// # Memory that others want
+//
+// A medium with a Budget has as much memory as its blocks are worth. Ten times a second Poll
+// reports how often blocks are loaded from there, how often from slower tiers, and what such a
+// load saves (harvest.Use), and learns for how many more blocks there is memory. The account
+// allocates no more than that (tier.Manager.Withhold): new blocks take the place of old ones.
+// Where a store is refused the memory nevertheless, blocks are evicted for it at once.
+//
 // # What it is not
 //
 // The package does not know requests, and decides neither who runs nor who is preempted. It

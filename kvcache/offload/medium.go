@@ -31,6 +31,8 @@ type Medium struct {
 	// Store copies blocks from the GPU to the medium, Load back.
 	Store, Load Handler
 	Memory      Memory
+	// Budget is for memory that others want, too. Default: there is memory for Blocks, always.
+	Budget Budget
 }
 
 // Memory is the memory of a medium. The engine's goroutine uses it.

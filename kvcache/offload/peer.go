@@ -22,7 +22,7 @@ const HarvestClient = "kv"
 type peerMemory struct {
 	env    Env
 	cache  *peercache.Cache[kvcache.Key]
-	peers  []device.Space
+	peers  []device.Space // that may be used
 	points points
 
 	// mu is a leaf: harvest's callbacks take it.
@@ -46,8 +46,8 @@ func openPeers(e Env, c Config) (*Medium, error) {
 		}
 		p.peers = append(p.peers, device.HBM(i))
 	}
-	if len(p.peers) > 0 {
-		all = p.peers
+	if len(p.peers) == 0 {
+		p.peers = all
 	}
 	var err error
 	p.cache, err = peercache.New(peercache.Options[kvcache.Key]{
@@ -65,9 +65,9 @@ func openPeers(e Env, c Config) (*Medium, error) {
 		return nil, err
 	}
 	return &Medium{
-		Name: PeerGPU, Blocks: c.GPUBlocks, Memory: p, Store: peerStore{p}, Load: peerLoad{p},
+		Name: PeerGPU, Blocks: c.GPUBlocks, Memory: p, Budget: p, Store: peerStore{p}, Load: peerLoad{p},
 		BytesPerSecond: func() (best float64) {
-			for _, s := range all {
+			for _, s := range p.peers {
 				best = max(best, e.Transfer.Rate(device.Pair{From: s, To: e.Space}))
 			}
 			return best
@@ -111,8 +111,36 @@ func (p *peerMemory) Locate(k kvcache.Key) device.Space {
 	return device.Host
 }
 
-// SetUse implements borrower.
-func (p *peerMemory) SetUse(u harvest.Use) error { return p.cache.SetUse(u) }
+// maxWanted is how much memory the tier asks other clients of harvest for at a time, in bytes.
+const maxWanted = 1 << 30
+
+// Report implements Budget. Where there is no room, harvest weighs the blocks against what
+// others hold.
+func (p *peerMemory) Report(u harvest.Use) (room int, err error) {
+	if err := p.cache.SetUse(u); err != nil {
+		return 0, err
+	}
+	rooms, health := p.env.Harvest.Room(HarvestClient, p.env.BlockBytes), p.env.Harvest.Health()
+	for _, s := range p.peers {
+		if health[s] == nil {
+			room += rooms[s]
+		}
+	}
+	n := min(u.Wanted, max(maxWanted, p.env.BlockBytes)) / p.env.BlockBytes
+	if n == 0 || room > 0 {
+		return room, nil
+	}
+	d := harvest.Demand{
+		Client: HarvestClient, Bytes: p.env.BlockBytes, Objects: int(n),
+		Cost: harvest.Cost(u.WantedPerSecond*float64(n), u.Saved),
+	}
+	for _, s := range p.peers {
+		if err := p.env.Harvest.Want(s, d); err != nil {
+			return room, err
+		}
+	}
+	return room, nil
+}
 
 // Reset implements Memory: memory that a transfer uses is freed when it has ended.
 func (p *peerMemory) Reset() {

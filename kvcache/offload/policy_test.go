@@ -90,59 +90,6 @@ func TestPeersFull(t *testing.T) {
 	}
 }
 
-// TestPeersSmall: where the peers have less memory than the tier's size, blocks are evicted
-// as if it were full, and the tier grows when there is more.
-func TestPeersSmall(t *testing.T) {
-	h := peers()
-	h.Peers = h.Peers[:1]
-	r := newRig(t, rigOptions{harvest: h, config: offload.Config{GPUBlocks: 30}, machine: emulated.Options{
-		GPUs: []emulated.GPU{{}, {MemoryBytes: 16 << 10}}, HostLink: emulated.Link{BytesPerSecond: 1e6},
-	}})
-	r.ok(r.m.Occupy(device.HBM(1), 8<<10))
-	tick := func() {
-		_, err := r.harvest.Tick(r.m.Now())
-		r.ok(err)
-	}
-	tick()
-	stored := func(name string, want int) {
-		t.Helper()
-		s := r.sequence(1, name, 6)
-		r.fill(s, 0, 6)
-		r.store(s, 0, 6)
-		if n, _ := r.tiers.Lookup(s.keys, 0, 100); n != want {
-			t.Errorf("%d blocks of %s, want %d", n, name, want)
-		}
-		s.table.Release(false)
-	}
-	found := func(name string) int {
-		s := r.sequence(1, name, 6)
-		defer s.table.Release(false)
-		n, _ := r.tiers.Lookup(s.keys, 0, 100)
-		return n
-	}
-	stored("a", 6)
-	stored("b", 6)
-	if n := found("a"); n != 2 {
-		t.Errorf("%d blocks of a are left, want 2", n)
-	}
-	stored("c", 6)
-	if a, b := found("a"), found("b"); a != 0 || b != 2 {
-		t.Errorf("%d blocks of a and %d of b are left", a, b)
-	}
-	r.ok(r.m.Occupy(device.HBM(1), -8<<10))
-	tick()
-	for began := r.m.Now(); r.m.Now() < began+time.Second; {
-		r.write(0, r.content(kvcache.Key{}))
-	}
-	stored("d", 6)
-	if b, c := found("b"), found("c"); b != 2 || c != 6 {
-		t.Errorf("%d blocks of b and %d of c are left where there is room", b, c)
-	}
-	if s := r.logged(); s != "" {
-		t.Error(s)
-	}
-}
-
 // TestSmallTier: of more blocks than a tier has the first are stored; of more than stores may
 // hold, too.
 func TestSmallTier(t *testing.T) {
@@ -493,47 +440,5 @@ func TestBesideOthers(t *testing.T) {
 	others.Wait()
 	if loaded == 0 {
 		t.Error("nothing was loaded")
-	}
-}
-
-// TestWorth: harvest gets how often blocks in peers' memory are loaded and what that
-// saves, so that blocks in use cost more than others.
-func TestWorth(t *testing.T) {
-	worth := func(loads int, o offload.Config) time.Duration {
-		o.GPUBlocks = 20
-		r := newRig(t, rigOptions{config: o, harvest: peers(), machine: emulated.Options{
-			HostLink: emulated.Link{BytesPerSecond: 1e6}, PeerLink: emulated.Link{BytesPerSecond: 1e8},
-		}})
-		defer r.close()
-		s := r.sequence(1, "a", 8)
-		r.fill(s, 0, 8)
-		r.store(s, 0, 8)
-		r.tiers.Computed(100, 0.5)
-		// Loads take little of the time: most passes in copies of others.
-		for i := range 60 {
-			if i < loads {
-				if n, l := r.load(s, 0); n != 8 || l.Blocks != 8 {
-					t.Fatalf("found %d, loaded %+v", n, l)
-				}
-			}
-			for range 60 {
-				r.read(s.table.Blocks()[0])
-			}
-			r.tiers.Poll()
-		}
-		var sum time.Duration
-		for _, p := range r.harvest.State().Peers {
-			for _, s := range p.Slabs {
-				for _, g := range s.Segments {
-					sum += g.Cost
-				}
-			}
-		}
-		return sum
-	}
-	none, few, many := worth(0, offload.Config{}), worth(10, offload.Config{}), worth(60, offload.Config{})
-	backed := worth(60, offload.Config{CPUBlocks: 20})
-	if none != 0 || few <= 0 || many <= few || backed <= 0 || backed >= many {
-		t.Errorf("cost of eight blocks never used %v, used %v, used much %v, with a copy in host memory %v", none, few, many, backed)
 	}
 }

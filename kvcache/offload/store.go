@@ -2,7 +2,6 @@ package offload
 
 import (
 	"slices"
-	"time"
 
 	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/kvcache/tier"
@@ -66,30 +65,21 @@ func (t *Tiers) Store(keys []kvcache.Key, from int, src []int32, why Cause) {
 	}
 }
 
-// growInterval is the time after which a tier whose medium had no memory tries to grow again.
-const growInterval = 250 * time.Millisecond
-
 // storeIn starts to store blocks in one tier and returns those that it refuses. Where the
-// medium has no memory for more, blocks are evicted for those that it refuses, as if the tier
-// were full; if that does not help, nothing is stored for a while. mu is held.
+// medium has no memory for more than the Budget knew, blocks are evicted for those that it
+// refuses, as if the tier were full; if that does not help, nothing is stored until the next
+// report. mu is held.
 func (t *Tiers) storeIn(level *level, all []offered, prefix []kvcache.Key, why Cause) (refused []offered) {
-	now := t.o.Machine.Now()
-	if now < level.opens {
+	if level.budget.closed {
 		return all
-	}
-	if now >= level.grows {
-		level.account.Withhold(0)
 	}
 	refused, again := t.startStore(level, all, prefix, why)
 	if len(again) == 0 {
 		return refused
 	}
 	level.account.Withhold(level.account.Stats().Free)
-	level.grows = now + growInterval
 	more, again := t.startStore(level, again, prefix, why)
-	if len(again) > 0 {
-		level.opens = now + growInterval
-	}
+	level.budget.closed = len(again) > 0
 	return slices.Concat(refused, more, again)
 }
 
@@ -141,7 +131,7 @@ func (t *Tiers) startStore(level *level, all []offered, prefix []kvcache.Key, wh
 	run, places, err := t.start(route{GPU, level.Name}, job, s)
 	t.completeStore(level, account, places, false)
 	to := &refused
-	if noMemory(err) {
+	if level.Budget != nil && noMemory(err) {
 		to = &again
 	}
 	for _, i := range places {

@@ -155,10 +155,7 @@ type level struct {
 	// storing is the number of the GPU's blocks that stores hold.
 	storing int
 	counts  levelCounts
-	worth   worth
-	// Until grows, free blocks of the account are withheld, as the medium had no memory for
-	// more; until opens, nothing is stored.
-	grows, opens time.Duration
+	budget  budget
 }
 
 // New opens the tiers that the configuration asks for.
@@ -341,7 +338,7 @@ func (t *Tiers) Poll() []Loaded {
 	defer t.mu.Unlock()
 	t.drop()
 	t.collect()
-	t.reportWorth()
+	t.shareMemory()
 	var all []Loaded
 	t.loads = slices.DeleteFunc(t.loads, func(l *load) bool {
 		if l.left > 0 {

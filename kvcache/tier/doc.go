@@ -34,6 +34,7 @@
 //   - A key has one block at most, and a block that is not free has one key, until it is lost.
 //   - PrepareLoad and PrepareStore do all of what they are asked for, or nothing: a refusal takes
 //     no reference, moves no id, and reports no event.
+//   - No more free blocks are allocated than are not withheld.
 //   - A victim is ready, is read by no load, and its key is not among those to be stored.
 //   - The id of a block is not allocated again before the loads and stores of the block are
 //     completed, except after Reset.

@@ -332,9 +332,10 @@ func (m *Manager) PrepareStore(keys []kvcache.Key) (s Store, ok bool) {
 	return s, true
 }
 
-// Withhold keeps that number of free blocks from being allocated: the medium has no memory
-// for them now. Stores evict blocks instead. Free counts them nevertheless.
-func (m *Manager) Withhold(blocks int) { m.withheld = blocks }
+// Withhold keeps that number of free blocks, now and later, from being allocated: the medium
+// has no memory for them at present. Stores evict blocks instead. Stats.Free counts them
+// nevertheless, and Reset keeps the number.
+func (m *Manager) Withhold(blocks int) { m.withheld = max(blocks, 0) }
 
 // evict frees n blocks, none of them marked, or none at all. keep is the number of evictable
 // blocks that are marked.

@@ -15,6 +15,7 @@ import (
 // model is a tier as naive as it can be: lists of blocks that are searched from their beginning.
 type model struct {
 	capacity int
+	withheld int
 	arc      bool
 	epoch    int
 	store    int
@@ -119,7 +120,7 @@ func (m *model) prepareStore(keys []kvcache.Key) (blocks, evicted []*modelBlock,
 			missing = append(missing, k)
 		}
 	}
-	if evicted, ok = m.victims(len(missing)-len(m.free)-m.capacity+int(m.fresh), keys); !ok {
+	if evicted, ok = m.victims(len(missing)-max(0, m.capacity-len(m.all)-m.withheld), keys); !ok {
 		return nil, nil, false
 	}
 	for _, b := range evicted {
@@ -258,7 +259,7 @@ func (m *model) lose(k kvcache.Key) bool {
 
 func (m *model) reset() {
 	n := newModel(m.capacity, m.arc)
-	n.stats, n.epoch, n.store = m.stats, m.epoch+1, m.store
+	n.stats, n.epoch, n.store, n.withheld = m.stats, m.epoch+1, m.store, m.withheld
 	n.stats.Freed += int64(len(m.all))
 	*m = *n
 }
@@ -446,6 +447,11 @@ func runModel(t *rapid.T, policy string) {
 			if there := want.lose(k); m.Lose(k) != there {
 				t.Fatalf("lose %s: was there: %v", name(k), !there)
 			}
+		},
+		"withhold": func(t *rapid.T) {
+			n := rapid.IntRange(-capacity, capacity).Draw(t, "withheld") // mostly none
+			want.withheld = max(n, 0)
+			m.Withhold(n)
 		},
 		"reset": func(t *rapid.T) {
 			if rapid.IntRange(0, 4).Draw(t, "really") == 4 {

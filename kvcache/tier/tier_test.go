@@ -198,7 +198,6 @@ func TestState(t *testing.T) {
 	}
 }
 
-// TestDiscardEvents: a tier whose events nobody takes does not gather them.
 // TestWithhold: withheld blocks are free, and stores evict others in their place.
 func TestWithhold(t *testing.T) {
 	m, err := tier.New(tier.Options{Blocks: 6, Medium: "CPU"})
@@ -240,6 +239,7 @@ func TestWithhold(t *testing.T) {
 	}
 }
 
+// TestDiscardEvents: a tier whose events nobody takes does not gather them.
 func TestDiscardEvents(t *testing.T) {
 	m, err := tier.New(tier.Options{Blocks: 1, Medium: "CPU", DiscardEvents: true})
 	if err != nil {
