@@ -39,7 +39,7 @@ func (t *Tiers) shareMemory() {
 		l.budget.next = now + budgetInterval
 		room, err := l.Budget.Report(t.use(i, now))
 		if err != nil && !errors.Is(err, harvest.ErrClosed) {
-			t.warn("kv peer tier not weighed against other clients", "in", l.Name, "err", err)
+			t.log.Warn("kv peer tier not weighed against other clients", "in", l.Name, "err", err)
 		}
 		l.account.Withhold(l.account.Stats().Free - room)
 		l.budget.closed = false

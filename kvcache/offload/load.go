@@ -210,7 +210,7 @@ func (t *Tiers) loaded(l *load) Loaded {
 		l.err = errLost
 	}
 	if l.err != nil {
-		t.warn("kv load incomplete", "sequence", l.seq, "blocks", len(l.dst), "arrived", n, "err", l.err)
+		t.log.Warn("kv load incomplete", "sequence", l.seq, "blocks", len(l.dst), "arrived", n, "err", l.err)
 	}
 	return Loaded{Seq: l.seq, Blocks: n, Err: l.err}
 }

@@ -201,6 +201,6 @@ func (s *store) finish(t *Tiers, run *running) {
 		level.storing -= len(blocks)
 	}
 	if err != nil {
-		t.warn("kv blocks not stored", "in", level.Name, "blocks", len(bad), "err", err)
+		t.log.Warn("kv blocks not stored", "in", level.Name, "blocks", len(bad), "err", err)
 	}
 }

@@ -136,9 +136,8 @@ type Tiers struct {
 	loads   []*load
 	loading map[kvcache.Key]int
 	jobs    map[*running]owner
-	// warnings by message.
-	warnings map[string]*warning
-	closed   bool
+	log     *limitedLog
+	closed  bool
 }
 
 // owner finishes a job: a part of a load, or a store.
@@ -164,7 +163,7 @@ func New(o Options) (*Tiers, error) {
 	if err := o.Validate(); err != nil {
 		return nil, fmt.Errorf("offload: %w", err)
 	}
-	t := &Tiers{o: o, loading: map[kvcache.Key]int{}, jobs: map[*running]owner{}, warnings: map[string]*warning{}}
+	t := &Tiers{o: o, loading: map[kvcache.Key]int{}, jobs: map[*running]owner{}, log: newLimitedLog(o)}
 	if err := t.open(); err != nil {
 		return nil, fmt.Errorf("offload: %w", errors.Join(err, t.release()))
 	}
@@ -372,7 +371,7 @@ func (t *Tiers) start(r route, job *Job, o owner) (run *running, refused []int, 
 		t.jobs[run] = o
 	}
 	if err != nil && !noFailure(err) {
-		t.warn("kv transfer not started", "from", r.from, "to", r.to, "blocks", len(refused), "err", err)
+		t.log.Warn("kv transfer not started", "from", r.from, "to", r.to, "blocks", len(refused), "err", err)
 	}
 	return run, refused, err
 }
@@ -385,35 +384,6 @@ func noMemory(err error) bool {
 // noFailure reports whether a store was refused for a reason that is no failure.
 func noFailure(err error) bool {
 	return noMemory(err) || errors.Is(err, harvest.ErrRate) || errors.Is(err, harvest.ErrRevoked)
-}
-
-// warnInterval is the least time between two warnings of one kind: a disk that is full would
-// cause one in each step.
-const warnInterval = 10 * time.Second
-
-// warn logs a warning, with the number of those of its kind that were not. mu is held.
-func (t *Tiers) warn(message string, args ...any) {
-	w := t.warnings[message]
-	if w == nil {
-		w = &warning{next: -1}
-		t.warnings[message] = w
-	}
-	now := t.o.Machine.Now()
-	if now < w.next {
-		w.skipped++
-		return
-	}
-	if w.skipped > 0 {
-		args = append(args, "not_logged", w.skipped)
-	}
-	w.next, w.skipped = now+warnInterval, 0
-	t.o.Log.Warn(message, args...)
-}
-
-// warning is what was logged of one kind.
-type warning struct {
-	next    time.Duration
-	skipped int
 }
 
 // Reset drops the content of all tiers. Loads under way end as usual.
