@@ -107,9 +107,14 @@ func TestQuota(t *testing.T) {
 }
 
 // TestBudget: KV blocks that are loaded from host memory again and again displace experts that
-// are worth less from a peer, and give way to experts that are worth more.
+// are worth less from a peer, and give way to experts that are worth more. The memory of a peer
+// that may not be used is no room.
 func TestBudget(t *testing.T) {
-	r := newRig(t, smallPeer(offload.Config{GPUBlocks: 16, CPUBlocks: 40}))
+	o := smallPeer(offload.Config{GPUBlocks: 16, CPUBlocks: 40})
+	o.machine.GPUs = append(o.machine.GPUs, emulated.GPU{MemoryBytes: 16 << 10})
+	o.harvest.Peers = append(o.harvest.Peers, device.HBM(2))
+	r := newRig(t, o)
+	r.ok(r.harvest.Exclude(device.HBM(2), errors.New("copies fail")))
 	for range 4 {
 		_, err := r.harvest.Alloc(4<<10, harvest.Hints{Client: "experts", Cost: time.Millisecond})
 		r.ok(err)
@@ -120,6 +125,7 @@ func TestBudget(t *testing.T) {
 	if n := r.stats(offload.PeerGPU).Stored; n != 0 {
 		t.Fatalf("%d blocks are stored where experts have all the memory", n)
 	}
+	stores := false // nothing is refused then
 	turn := func() {
 		t.Helper()
 		s.table.Release(false)
@@ -128,8 +134,10 @@ func TestBudget(t *testing.T) {
 		if n, l := r.load(s, 0); n != 16 || l.Blocks != 16 || l.Err != nil || !r.right(s, 0, 16) {
 			t.Fatalf("%d blocks found, %+v", n, l)
 		}
-		r.tiers.Store(s.keys, 0, s.table.Blocks(), offload.Released)
-		r.settle()
+		if stores {
+			r.tiers.Store(s.keys, 0, s.table.Blocks(), offload.Released)
+			r.settle()
+		}
 		_, err := r.harvest.Tick(r.m.Now())
 		r.ok(err)
 	}
@@ -142,7 +150,9 @@ func TestBudget(t *testing.T) {
 		}
 		t.Fatalf("%s: %+v, %+v", what, r.stats(offload.PeerGPU), r.harvest.State().Clients)
 	}
-	until("KV displaces experts", func() bool { return r.stats(offload.PeerGPU).Evictable == 16 })
+	until("KV displaces experts", func() bool { return r.harvest.State().Clients["experts"].Displaced > 0 })
+	stores = true
+	until("KV has their memory", func() bool { return r.stats(offload.PeerGPU).Evictable == 16 })
 	loaded := r.stats(offload.PeerGPU).Loaded
 	turn()
 	if n := r.stats(offload.PeerGPU).Loaded - loaded; n != 16 {
@@ -168,15 +178,44 @@ type bounded struct {
 	has, reported int // blocks
 	use           harvest.Use
 	starts        int
+	slower        bool // there is a slower medium, too
 }
 
 func (b *bounded) Open(e offload.Env) ([]*offload.Medium, error) {
 	all, err := neighborSpec{}.Open(e)
-	if err == nil {
-		b.Handler = all[0].Store
-		all[0].Store, all[0].Budget = b, b
+	if err != nil {
+		return nil, err
 	}
-	return all, err
+	b.Handler = all[0].Store
+	all[0].Store, all[0].Budget = b, b
+	if b.slower {
+		more, err := neighborSpec{}.Open(e)
+		if err != nil {
+			return all, err
+		}
+		more[0].Name = "FAR"
+		all = append(all, more...)
+	}
+	return all, nil
+}
+
+// rig opens the medium's tiers.
+func (b *bounded) rig(t *testing.T) *rig {
+	name := fmt.Sprintf("BoundedSpec %p", b)
+	offload.Register(name, func(offload.Config) (offload.Spec, error) { return b, nil })
+	return newRig(t, rigOptions{
+		config:  offload.Config{SpecName: name},
+		machine: emulated.Options{HostLink: emulated.Link{BytesPerSecond: 1e6}, PeerLink: emulated.Link{BytesPerSecond: 1e7}},
+	})
+}
+
+// pass has a tenth of a second pass, from one report to the next.
+func (r *rig) pass() {
+	r.Helper()
+	for range 100 { // a millisecond each
+		r.read(0)
+	}
+	r.tiers.Poll()
 }
 
 func (b *bounded) Report(u harvest.Use) (int, error) {
@@ -202,12 +241,7 @@ func (b *bounded) Start(job *offload.Job) (offload.Transfer, []int, error) {
 // before the next report.
 func TestMediumBudget(t *testing.T) {
 	b := &bounded{has: 4, reported: 5}
-	name := fmt.Sprintf("BoundedSpec %p", b)
-	offload.Register(name, func(offload.Config) (offload.Spec, error) { return b, nil })
-	r := newRig(t, rigOptions{
-		config:  offload.Config{SpecName: name},
-		machine: emulated.Options{HostLink: emulated.Link{BytesPerSecond: 1e6}, PeerLink: emulated.Link{BytesPerSecond: 1e7}},
-	})
+	r := b.rig(t)
 	first, second := r.sequence(1, "a", 8), r.sequence(2, "b", 2)
 	r.fill(first, 0, 8)
 	r.fill(second, 0, 2)
@@ -224,13 +258,37 @@ func TestMediumBudget(t *testing.T) {
 	check("one fits, and one is evicted; then two are", second, 0, 3, 3)
 	check("before the next report", second, 0, 3, 3)
 	b.has, b.reported = 10, 10
-	for range 100 { // a millisecond each
-		r.read(first.table.Blocks()[0])
-	}
-	r.tiers.Poll()
+	r.pass()
 	check("there is room", second, 2, 4, 3)
 	if b.use.Wanted != 15*r.n {
 		t.Errorf("%+v", b.use)
+	}
+}
+
+// TestWanted: a tier would have the blocks that only a slower one has, and as many of them as it
+// may have.
+func TestWanted(t *testing.T) {
+	b := &bounded{has: 10, reported: 4, slower: true}
+	r := b.rig(t)
+	s := r.sequence(1, "a", 14)
+	r.fill(s, 0, 14)
+	r.settle()
+	r.store(s, 0, 14)
+	if n := r.stats("NEIGHBOR").Evictable; n != 3 { // stores that are too large are halved
+		t.Fatalf("%d blocks are stored", n)
+	}
+	r.pass()
+	if b.use.Wanted != 11*r.n || b.use.WantedPerSecond != 0 {
+		t.Errorf("before loads: %+v", b.use)
+	}
+	for range 3 {
+		if n, l := r.load(s, 0); n != 14 || l.Blocks != 14 {
+			t.Fatalf("found %d, loaded %+v", n, l)
+		}
+	}
+	r.pass()
+	if b.use.Wanted != 11*r.n || b.use.WantedPerSecond <= 0 {
+		t.Errorf("after loads: %+v", b.use)
 	}
 }
 
