@@ -440,10 +440,10 @@ func (e *Engine) Run(ctx context.Context) error {
 	}
 }
 
-// idle waits until there may be something to compute, or ctx is done. With sequences, that is
-// the end of a transfer of KV blocks.
+// idle waits until there may be something to compute, or ctx is done, or a transfer of KV blocks
+// has ended: sequences may wait for its blocks, and it holds them.
 func (e *Engine) idle(ctx context.Context) error {
-	if e.prefixes.tiers == nil || len(e.seqs) == 0 {
+	if e.prefixes.tiers == nil || len(e.seqs) == 0 && !e.prefixes.tiers.Busy() {
 		select {
 		case <-e.wake:
 		case <-ctx.Done():

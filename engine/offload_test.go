@@ -5,8 +5,10 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"runtime"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
@@ -195,6 +197,12 @@ func runAll(t *testing.T, e *engine.Engine, rs []engine.Request) (outs []engine.
 	for _, j := range jobs {
 		for _, u := range wait(t, j) {
 			outs = append(outs, engine.Output{TokenIDs: ids(u)})
+		}
+	}
+	// Also without another request, blocks are held only until their stores have ended.
+	for end := time.Now().Add(20 * time.Second); e.State().KVUsedBlocks > 0; runtime.Gosched() {
+		if time.Now().After(end) {
+			t.Fatalf("%d blocks are used by an idle engine", e.State().KVUsedBlocks)
 		}
 	}
 	cancel()

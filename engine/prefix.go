@@ -29,6 +29,8 @@ type Offloader interface {
 	Store(keys []kvcache.Key, from int, src []int32, why offload.Cause)
 	// Poll returns the loads that have ended.
 	Poll() []offload.Loaded
+	// Busy reports whether a load or a store is under way, or has ended and Poll has not seen it.
+	Busy() bool
 	// Wait waits until Poll has something to do, nothing is under way, or ctx is done.
 	Wait(ctx context.Context) error
 	// Computed reports that so many tokens of prompts took so many seconds.

@@ -222,6 +222,13 @@ func (m *memoryTiers) Poll() (all []offload.Loaded) {
 	return all
 }
 
+// Busy: without a source of randomness waiting ends nothing.
+func (m *memoryTiers) Busy() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return len(m.ended) > 0 || m.random != nil && len(m.stores)+len(m.loads) > 0
+}
+
 func (m *memoryTiers) Wait(context.Context) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()

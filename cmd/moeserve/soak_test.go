@@ -37,6 +37,7 @@ type soakDevice func(*settings, *node.Options, func(device.Machine))
 
 var soakDevices = map[string]soakDevice{"emulated": func(set *settings, o *node.Options, opened func(device.Machine)) {
 	set.Batch.MaxNumSeqs, set.Batch.MaxNumBatchedTokens, set.KV.NumGPUBlocksOverride = 24, 96, 60
+	set.KV.TransferConfig = `{"kv_connector_extra_config": {"num_gpu_blocks": 120, "num_cpu_blocks": 60, "eviction_policy": "arc"}}`
 	o.OpenMachine = func() (device.Machine, error) {
 		m, err := emulated.Open(emulated.Options{
 			GPUs: []emulated.GPU{{MemoryBytes: 256 << 20}, {MemoryBytes: 48 << 20}, {MemoryBytes: 48 << 20}},
@@ -505,6 +506,8 @@ type soakState struct {
 	gpu                int64
 	preempted, retried float64
 	revoked            float64
+	// cached and external prompt tokens were found in the prefix cache and in tiers.
+	cached, external float64
 }
 
 // idle waits until no request runs or waits.
@@ -580,6 +583,7 @@ func (s *soak) measure() soakState {
 	}
 	st.preempted, st.retried = m["vllm:num_preemptions_total"], m["moeserve_step_retries_total"]
 	st.revoked = m["moeserve_harvest_revocations_total"]
+	st.cached, st.external = m["vllm:prefix_cache_hits_total"], m["vllm:external_prefix_cache_hits_total"]
 	return st
 }
 
@@ -594,7 +598,8 @@ func (s *soak) report(length time.Duration, before, after soakState) {
 	for _, r := range []struct {
 		what string
 		n    float64
-	}{{"requests preempted", after.preempted - before.preempted}, {"steps run again", after.retried - before.retried}, {"revocations", after.revoked - before.revoked}} {
+	}{{"requests preempted", after.preempted - before.preempted}, {"steps run again", after.retried - before.retried}, {"revocations", after.revoked - before.revoked},
+		{"prompt tokens found in the prefix cache", after.cached - before.cached}, {"prompt tokens loaded from other tiers", after.external - before.external}} {
 		fmt.Fprintf(&b, "| %s | %.0f |\n", r.what, r.n)
 	}
 	fmt.Fprintf(&b, "\n| what comes back | before | after |\n|---|---|---|\n")

@@ -327,6 +327,13 @@ func (t *Tiers) Pending() int {
 	return len(t.loads)
 }
 
+// Busy reports whether a load or a store is under way, or has ended and Poll has not seen it.
+func (t *Tiers) Busy() bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return len(t.jobs) > 0
+}
+
 // Wait waits until a load or a store has ended that Poll has not seen, none is under way, or
 // ctx is done, whose error it returns.
 func (t *Tiers) Wait(ctx context.Context) error { return t.worker.wait(ctx) }
