@@ -851,6 +851,9 @@ func (d *delivery) write() (found bool) {
 func (e *Engine) end(id scheduler.ID, d *delivery) {
 	// What a failed request has computed may be why it failed.
 	d.seq.leave(d.finish != FinishAbort)
+	if d.err != nil {
+		d.seq.blocks.drop()
+	}
 	e.sched.Remove(id, d.err == nil)
 	delete(e.seqs, id)
 	s := d.seq.sub

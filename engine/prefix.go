@@ -35,6 +35,8 @@ type Offloader interface {
 	Wait(ctx context.Context) error
 	// Computed reports that so many tokens of prompts took so many seconds.
 	Computed(tokens int, seconds float64)
+	// Drop drops the content of a sequence's blocks, also of those that are being stored.
+	Drop(keys []kvcache.Key)
 	// Reset drops all content.
 	Reset()
 }
@@ -267,6 +269,13 @@ func (b *blocks) store(from, to int) {
 	if from/unit < to/unit {
 		first := from / unit * b.in.factor
 		b.in.tiers.Store(b.keys, first, b.filled(first), offload.Filled)
+	}
+}
+
+// drop has the tiers drop what they have of a sequence that failed.
+func (b *blocks) drop() {
+	if b.in.tiers != nil && !b.in.last {
+		b.in.tiers.Drop(b.keys)
 	}
 }
 

@@ -8,11 +8,13 @@ import (
 	"sync"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/kvcache/offload"
 	"github.com/moeserve/moeserve/pipeline"
 	"github.com/moeserve/moeserve/tools/fixtures"
 )
@@ -258,5 +260,59 @@ func TestFailedRequestsAreNotCached(t *testing.T) {
 	fails = false
 	if got := fmt.Sprint(cachedTokens(t, e, r, r)); got != "[0 16]" {
 		t.Errorf("%v cached tokens", got)
+	}
+}
+
+// TestFailedRequestsAreNotLoaded: nor do the tiers bring it back.
+func TestFailedRequestsAreNotLoaded(t *testing.T) {
+	kv := smallBlocks(t, 60)
+	fails := true
+	step := failingSteps{stepFunc(func(context.Context, *pipeline.Step) error { return nil }), func(*pipeline.Sequence) bool { return fails }}
+	tiers := &endingTiers{newMemoryTiers(newDrawing(t, kv), 1)}
+	e := newEngine(t, engine.Options{Pipeline: step, KV: kv, Offload: tiers, PrefixCaching: true, MaxModelLen: 100, MaxNumBatchedTokens: 8, Vocab: 256})
+	r := engine.Request{Prompt: prompt(1, 20, 250), Params: params(1)}
+	if _, err := e.Generate(t.Context(), []engine.Request{r}, nil); err == nil {
+		t.Fatal("the request succeeded")
+	}
+	fails = false
+	if got := fmt.Sprint(cachedTokens(t, e, r, r)); got != "[0 16]" {
+		t.Errorf("%v cached tokens", got)
+	}
+}
+
+// endingTiers are memoryTiers whose transfers end with the next poll after a wait.
+type endingTiers struct{ *memoryTiers }
+
+func (m *endingTiers) Poll() []offload.Loaded {
+	m.mu.Lock()
+	if m.waited {
+		m.endAll()
+	}
+	m.mu.Unlock()
+	return m.memoryTiers.Poll()
+}
+
+// TestIdleEngineHoldsNothing: blocks whose stores end while there is no request become free.
+func TestIdleEngineHoldsNothing(t *testing.T) {
+	kv := smallBlocks(t, 60)
+	step := newDrawing(t, kv)
+	e := newEngine(t, engine.Options{Pipeline: step, KV: kv, Offload: &endingTiers{newMemoryTiers(step, 1)}, PrefixCaching: true, MaxModelLen: 100, Vocab: 256})
+	ctx, cancel := context.WithCancel(t.Context())
+	ran := make(chan error, 1)
+	go func() { ran <- e.Run(ctx) }()
+	j, err := e.Submit(t.Context(), ask(1, 20, 4))
+	if err != nil {
+		t.Fatal(err)
+	}
+	wait(t, j)
+	for end := time.Now().Add(2 * time.Second); e.State().KVUsedBlocks > 0; time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Errorf("%d blocks are used by nobody", e.State().KVUsedBlocks)
+			break
+		}
+	}
+	cancel()
+	if err := <-ran; err != nil {
+		t.Error(err)
 	}
 }

@@ -163,8 +163,9 @@ func (m *memoryTiers) endStore(i int) {
 	s := m.stores[i]
 	m.stores = slices.Delete(m.stores, i, i+1)
 	for n, k := range s.keys {
+		dropped := !m.storing[k]
 		delete(m.storing, k)
-		if !m.chance(8) {
+		if !dropped && !m.chance(8) {
 			var all []word
 			for _, id := range s.blocks[n] {
 				all = append(all, m.words(id)...)
@@ -241,6 +242,15 @@ func (m *memoryTiers) Computed(tokens int, seconds float64) {
 		panic("a step without tokens")
 	}
 	m.computed += tokens
+}
+
+func (m *memoryTiers) Drop(keys []kvcache.Key) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, k := range keys {
+		delete(m.content, k)
+		delete(m.storing, k)
+	}
 }
 
 func (m *memoryTiers) Reset() {

@@ -393,6 +393,23 @@ func noFailure(err error) bool {
 	return noMemory(err) || errors.Is(err, harvest.ErrRate) || errors.Is(err, harvest.ErrRevoked)
 }
 
+// Drop drops what the tiers have of a sequence's blocks, also those that are being stored; keys
+// are those of all its full blocks. Loads under way end as usual.
+func (t *Tiers) Drop(keys []kvcache.Key) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.closed {
+		return
+	}
+	for i := t.factor - 1; i < len(keys); i += t.factor {
+		for _, l := range t.levels {
+			if l.account.Lose(keys[i]) {
+				l.Memory.Drop(keys[i : i+1])
+			}
+		}
+	}
+}
+
 // Reset drops the content of all tiers. Loads under way end as usual.
 func (t *Tiers) Reset() {
 	t.mu.Lock()
