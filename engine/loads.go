@@ -79,11 +79,15 @@ func (e *Engine) loaded(id scheduler.ID, tokens int) {
 	e.state.ExternalHits += int64(tokens)
 }
 
-// ResetPrefixCache drops the cached prefixes that no running request uses and, with external,
-// those of other tiers: requests submitted later find none of them.
+// ResetPrefixCache drops the cached prefixes and, with external, those of other tiers: requests
+// submitted later find none of them, nor what requests have computed that run now. Without
+// external these may still store their blocks, and others load them, where there are tiers.
 func (e *Engine) ResetPrefixCache(external bool) {
 	e.mu.Lock()
 	e.reset, e.resetExternal = true, e.resetExternal || external
+	if external || e.prefixes.tiers == nil {
+		e.prefixes.resets.Add(1)
+	}
 	e.mu.Unlock()
 	e.wakeUp()
 }

@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"slices"
+	"sync/atomic"
 
 	"github.com/moeserve/moeserve/engine/scheduler"
 	"github.com/moeserve/moeserve/kvcache"
@@ -62,6 +63,9 @@ type prefixes struct {
 	// salt is Options.KeySalt, longAfter Options.LongAfter.
 	salt      string
 	longAfter int
+	// resets are part of all keys: what running requests have, or stores under way, is not
+	// found by those that come after a reset.
+	resets atomic.Uint64
 }
 
 func newPrefixes(o *Options) *prefixes {
@@ -86,6 +90,7 @@ func (p *prefixes) root(salt string, long bool) kvcache.Key {
 	b := binary.LittleEndian.AppendUint32(nil, uint32(p.kv.BlockTokens()))
 	b = binary.LittleEndian.AppendUint32(b, uint32(len(p.salt)))
 	b = append(b, p.salt...)
+	b = binary.LittleEndian.AppendUint64(b, p.resets.Load())
 	if long {
 		b = append(b, 1)
 	} else {

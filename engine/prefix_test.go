@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"math/rand/v2"
+	"runtime"
 	"slices"
 	"sync"
 	"testing"
@@ -283,6 +284,12 @@ func TestFailedRequestsAreNotLoaded(t *testing.T) {
 // endingTiers are memoryTiers whose transfers end with the next poll after a wait.
 type endingTiers struct{ *memoryTiers }
 
+func (m *endingTiers) Busy() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return len(m.stores)+len(m.loads)+len(m.ended) > 0
+}
+
 func (m *endingTiers) Poll() []offload.Loaded {
 	m.mu.Lock()
 	if m.waited {
@@ -305,7 +312,7 @@ func TestIdleEngineHoldsNothing(t *testing.T) {
 		t.Fatal(err)
 	}
 	wait(t, j)
-	for end := time.Now().Add(2 * time.Second); e.State().KVUsedBlocks > 0; time.Sleep(time.Millisecond) {
+	for end := time.Now().Add(20 * time.Second); e.State().KVUsedBlocks > 0; runtime.Gosched() {
 		if time.Now().After(end) {
 			t.Errorf("%d blocks are used by nobody", e.State().KVUsedBlocks)
 			break

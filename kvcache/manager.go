@@ -161,13 +161,13 @@ func (m *Manager) take(id int32) {
 func (m *Manager) writable(id int32) bool { return m.refs[id] == 1 && m.holds[id] == 0 }
 
 // release drops a reference. The last one frees the block, which keeps its key where
-// keep is set.
+// keep is set; without, nobody matches it any more, also while others use it.
 func (m *Manager) release(id int32, keep bool) {
-	if m.refs[id]--; m.refs[id] > 0 {
-		return
-	}
 	if !keep {
 		m.clearKey(id)
+	}
+	if m.refs[id]--; m.refs[id] > 0 {
+		return
 	}
 	m.free(id)
 }

@@ -94,7 +94,7 @@ var elsewhere = []struct{ begins, message string }{
 	{"/sleep", "This server does not sleep."},
 	{"/wake_up", "This server does not sleep."},
 	{"/is_sleeping", "This server does not sleep."},
-	{"/reset_prefix_cache", "This server has no prefix cache."},
+	{"/reset_prefix_cache", "It is on the admin address (--admin-address; \"same\" for this one)."},
 	{"/inference/v1/", "Use /v1/completions."},
 	{"/invocations", "Use /v1/completions or /v1/chat/completions."},
 	{"/generate", "Use /v1/completions."},

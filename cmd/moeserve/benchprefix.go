@@ -53,7 +53,8 @@ find it faster to compute a prefix again.
 Ctrl-C ends the measurement with the points that are done.`,
 		Example: `  moeserve bench prefix mixtral-8x7b --load-format dummy --lengths 1024,32000 \
       --device cuda --peers 1 --plot ttft.svg
-  moeserve bench prefix --hits 0,0.5,1 --places hbm,host --num-prompts 100`,
+  moeserve bench prefix --hits 0,0.5,1 --places hbm,host \
+      --num-prompts 100 --input-len 128`,
 		Args:              oneModel,
 		ValidArgsFunction: completeModelArgument,
 		RunE: func(cmd *cobra.Command, args []string) error {
