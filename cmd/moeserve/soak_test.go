@@ -598,8 +598,13 @@ func (s *soak) report(length time.Duration, before, after soakState) {
 	for _, r := range []struct {
 		what string
 		n    float64
-	}{{"requests preempted", after.preempted - before.preempted}, {"steps run again", after.retried - before.retried}, {"revocations", after.revoked - before.revoked},
-		{"prompt tokens found in the prefix cache", after.cached - before.cached}, {"prompt tokens loaded from other tiers", after.external - before.external}} {
+	}{
+		{"requests preempted", after.preempted - before.preempted},
+		{"steps run again", after.retried - before.retried},
+		{"revocations", after.revoked - before.revoked},
+		{"prompt tokens found in the prefix cache", after.cached - before.cached},
+		{"prompt tokens loaded from other tiers", after.external - before.external},
+	} {
 		fmt.Fprintf(&b, "| %s | %.0f |\n", r.what, r.n)
 	}
 	fmt.Fprintf(&b, "\n| what comes back | before | after |\n|---|---|---|\n")
