@@ -563,7 +563,9 @@ func (e *Engine) runStep(ctx context.Context) (worked bool, err error) {
 	}
 	now := e.o.Now()
 	for _, id := range plan.Admitted {
-		e.admitted(e.seqs[id], now)
+		if !slices.Contains(plan.Preempted, id) { // by the same plan: it waits again
+			e.admitted(e.seqs[id], now)
+		}
 	}
 	for _, l := range plan.Loads {
 		e.startLoad(l.ID)

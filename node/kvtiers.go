@@ -101,6 +101,9 @@ func (n *Node) openKVTiers(u *setup, pool *kvcache.Pool) error {
 		return fault.Of(fault.ErrConfig, err)
 	}
 	n.started(n.tiers.Close)
+	if tokens := n.tiers.Factor() * n.kv.BlockTokens(); tokens > n.info.Limits.MaxModelLen {
+		return fault.Of(fault.ErrConfig, fmt.Errorf("--kv-transfer-config: a tier's block has %d tokens, more than a sequence of at most %d, so none would be stored; lower block_size or block_size_factor", tokens, n.info.Limits.MaxModelLen))
+	}
 	if o.Harvest != nil {
 		n.started(n.closeHarvest) // before the tiers, which are notified of every revocation
 	}

@@ -258,11 +258,15 @@ func (u *setup) fit() (sizing.KVFit, error) {
 	if err == nil || u.settings.KV.MaxModelLen > u.model.Config.MaxPositions {
 		return fit, err // no memory helps
 	}
+	var misfit *sizing.MisfitError
+	if room, ok := u.needs.KVTierRoom(); ok && errors.As(err, &misfit) && misfit.Space == device.Host.String() {
+		misfit.Advice = fmt.Sprintf("lower --kv-offloading-size, or num_cpu_blocks of --kv-transfer-config: there is room for %s", sizing.Bytes(room))
+		return fit, err
+	}
 	a, adviceErr := u.advice()
 	if adviceErr != nil {
 		return fit, err
 	}
-	var misfit *sizing.MisfitError
 	if errors.As(err, &misfit) {
 		misfit.Advice = a.String()
 		return fit, err

@@ -46,6 +46,7 @@ func (c *cpuMemory) Locate(kvcache.Key) device.Space { return device.Host }
 
 // Reset implements Memory.
 func (c *cpuMemory) Reset() {
+	c.old = slices.DeleteFunc(c.old, func(p device.Point) bool { ended, _ := p.Ended(); return ended })
 	for _, t := range c.underWay {
 		c.old = append(c.old, t.ticket.End())
 	}

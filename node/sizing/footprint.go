@@ -181,9 +181,12 @@ func (f *Footprint) Parts(p *experts.Plan, l forward.Limits, b configs.Batch) (g
 		{Name: "scrub buffer", Bytes: f.scrubBuffer(p.OffloadedExperts)},
 		{Name: "per-step metadata buffers", Bytes: metadata + results},
 		{Name: "CPU attention staging buffer", Bytes: attention},
-		{Name: "offloaded KV blocks", Bytes: f.hostKV()},
+		{Name: kvTierPart, Bytes: f.hostKV()},
 	}
 }
+
+// kvTierPart is the name of the host memory of KV tiers.
+const kvTierPart = "offloaded KV blocks"
 
 // hostKV is the pinned host memory of KV blocks that the GPU has no room for, in bytes.
 func (f *Footprint) hostKV() int64 {

@@ -61,6 +61,19 @@ func (f *Footprint) Needs(b configs.Batch, placement experts.Placement, m Memori
 // processes need memory, too.
 const HostKVShare = 0.8
 
+// KVTierRoom is the host memory, in bytes, that KV tiers may take where those of the needs do not
+// fit and less of them would: false where they are not why.
+func (w *Needs) KVTierRoom() (int64, bool) {
+	var tiers int64
+	for _, p := range w.Host.Parts {
+		if p.Name == kvTierPart {
+			tiers = p.Bytes
+		}
+	}
+	room := w.Host.Usable() - (w.Host.Need() - tiers)
+	return room, tiers > 0 && room >= 0 && room < tiers
+}
+
 // Fit sizes the KV cache with the room that the needs leave in its memory space. Where they
 // do not fit, the error is a *MisfitError.
 func (w *Needs) Fit(maxNumSeqs int, kv configs.KV) (KVFit, error) {

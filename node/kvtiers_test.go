@@ -1,0 +1,108 @@
+package node_test
+
+import (
+	"errors"
+	"strings"
+	"testing"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/fault"
+)
+
+// Settings of KV tiers that cannot work are refused at the start, with what to change.
+func TestKVTierSettings(t *testing.T) {
+	file := t.TempDir() + "/none"
+	for name, x := range map[string]struct {
+		change func(*configs.Settings)
+		want   string
+	}{
+		"too large": {func(s *configs.Settings) { s.KV.OffloadingSize = 1 << 20 }, "lower --kv-offloading-size"},
+		"too small": {func(s *configs.Settings) { s.KV.OffloadingSize = 1e-6 }, "--kv-offloading-size"},
+		"no peers": {func(s *configs.Settings) {
+			s.Device.Peers, s.KV.TransferConfig = "none", `{"kv_connector_extra_config": {"num_gpu_blocks": 8}}`
+		}, "name GPUs whose memory may be borrowed, as --peers 1"},
+		"another peer": {func(s *configs.Settings) {
+			s.KV.TransferConfig = `{"kv_connector_extra_config": {"num_gpu_blocks": 8, "dest_gpu_id": 9}}`
+		}, "dest_gpu_id is 9, and the peers are [1 2]"},
+		"no directory": {func(s *configs.Settings) {
+			s.KV.TransferConfig = `{"kv_connector_extra_config": {"num_file_blocks": 8, "directory": "` + file + `"}}`
+		}, "name a folder that exists"},
+		"blocks beyond the context": {func(s *configs.Settings) {
+			s.KV.TransferConfig = `{"kv_connector_extra_config": {"num_cpu_blocks": 8, "block_size_factor": 1000}}`
+		}, "lower block_size or block_size_factor"},
+		"not a multiple": {func(s *configs.Settings) {
+			s.KV.TransferConfig = `{"kv_connector_extra_config": {"num_cpu_blocks": 8, "block_size": 24}}`
+		}, "block_size is 24 tokens"},
+		"attention on the CPU": {func(s *configs.Settings) {
+			s.Batch.Attention, s.KV.OffloadingSize = configs.OnCPU, 0.01
+		}, "use --attention gpu"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := configs.Defaults()
+			x.change(&s)
+			n, err := node.Open(t.Context(), node.Options{Settings: s})
+			if err == nil {
+				err = n.Close()
+				t.Fatalf("it was opened, and closed with %v", err)
+			}
+			if !errors.Is(err, fault.ErrConfig) || !strings.Contains(err.Error(), x.want) {
+				t.Errorf("%v; want %q", err, x.want)
+			}
+		})
+	}
+}
+
+// A node with tiers on peers, in host memory and in files, and too few blocks on the GPU, generates
+// what one without tiers does, and loads what it has stored.
+func TestKVTiersSameTokens(t *testing.T) {
+	run := func(config string, local bool) (out []string, loaded int64) {
+		s := configs.Defaults()
+		s.KV.TransferConfig, s.KV.EnablePrefixCaching, s.KV.NumGPUBlocksOverride = config, local, 14
+		n, err := node.Open(t.Context(), node.Options{Settings: s})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer func() {
+			if err := n.Close(); err != nil {
+				t.Error(err)
+			}
+		}()
+		p := engine.DefaultParams()
+		p.MaxTokens, p.IgnoreEOS = 12, true
+		for round := range 6 {
+			ids := make([]int32, 70)
+			for i := range ids {
+				ids[i] = int32(3 + (i*7+round%3*5)%40)
+			}
+			got, err := n.Engine().Generate(t.Context(), []engine.Request{{Prompt: ids, Params: p}, {Prompt: ids[:60], Params: p}}, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, o := range got {
+				out = append(out, o.Text)
+			}
+		}
+		for _, tier := range n.Observe().KVTiers().Tiers {
+			loaded += tier.Reloaded
+		}
+		return out, loaded
+	}
+	want, _ := run("", false)
+	for _, config := range []string{
+		`{"kv_connector_extra_config": {"num_gpu_blocks": 40}}`,
+		`{"kv_connector_extra_config": {"num_cpu_blocks": 20, "block_size_factor": 2}}`,
+		`{"kv_connector_extra_config": {"num_file_blocks": 40, "directory": "` + t.TempDir() + `"}}`,
+	} {
+		for _, local := range []bool{false, true} {
+			got, loaded := run(config, local)
+			if strings.Join(got, "|") != strings.Join(want, "|") {
+				t.Errorf("%s: %q, want %q", config, got, want)
+			}
+			if !local && loaded == 0 {
+				t.Errorf("%s: nothing was loaded", config)
+			}
+		}
+	}
+}
