@@ -64,7 +64,7 @@ var members = slices.Concat(
 	refused(inBody, "guided_grammar", "completions are not constrained"),
 	refused(inBody, "bad_words", "give the ids of tokens in logit_bias, with -100", "[]"),
 	refused(inBody, "allowed_token_ids", "completions are not constrained"),
-	refused(inBody, "logprob_token_ids", "log-probabilities are those of the likeliest tokens"),
+	refused(inBody, "logprob_token_ids", "log-probabilities are those of the most probable tokens"),
 	refused(inBody, "return_tokens_as_token_ids", "ask for return_token_ids", "false"),
 
 	refused(inCompletion, "suffix", "the model writes behind a prompt only", `""`),
