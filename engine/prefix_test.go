@@ -171,11 +171,14 @@ func cachedTokens(t *testing.T, e *engine.Engine, rs ...engine.Request) (cached 
 		if err != nil {
 			t.Fatal(err)
 		}
+		idle := 0
 		for u := j.Usage(); u.CompletionTokens < r.Params.MaxTokens*r.Params.N; u = j.Usage() {
 			if worked, err := engine.Turn(e, t.Context()); err != nil {
 				t.Fatal(err)
-			} else if !worked {
-				break
+			} else if worked {
+				idle = 0
+			} else if idle++; idle > 100 {
+				t.Fatalf("a request waits without end, for a load perhaps: %+v", u)
 			}
 		}
 		if _, err := engine.Turn(e, t.Context()); err != nil { // delivers the last token
