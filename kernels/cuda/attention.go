@@ -79,10 +79,10 @@ func (l *streamState) attention(o *kernels.Attention) error {
 	// Sequences with few tokens in the step (decode) have a tile of one warp each. If they are
 	// few and long, their chunks are computed by separate blocks.
 	if few > 0 && !(sequences == 1 && o.MaxSeqTokens > few) {
-		a.maxRows, a.tiles = int32(few), 1
+		rows := min(few, o.MaxSeqTokens)
+		a.maxRows, a.tiles = int32(rows), 1
 		chunks := ceil(o.MaxContext, chunkTokens)
-		parts := int64(sequences) * int64(few) * int64(heads) * int64(chunks)
-		split := chunks > 1 && sequences*kvHeads < 4*l.b.multiprocessors && parts*int64(d+2)*4 <= l.work.Bytes
+		parts, split := l.b.splitAttention(sequences, rows, heads, kvHeads, d, chunks)
 		g := grid{x: sequences, y: kvHeads, threads: 32, shared: attentionSharedBytes(headSizes[size], 1)}
 		if split {
 			a.sums, a.ends = uint64(l.work.Addr), uint64(l.work.Addr)+uint64(parts)*uint64(d)*4
@@ -104,7 +104,7 @@ func (l *streamState) attention(o *kernels.Attention) error {
 				return err
 			}
 		}
-		a.minRows, a.chunks, a.each = int32(few)+1, 0, 1
+		a.minRows, a.chunks, a.each = a.maxRows+1, 0, 1
 	}
 	if o.MaxSeqTokens < int(a.minRows) {
 		return nil
@@ -112,4 +112,12 @@ func (l *streamState) attention(o *kernels.Attention) error {
 	a.maxRows, a.tiles = math.MaxInt32, int32(ceil(o.MaxSeqTokens, many))
 	g := grid{x: sequences * int(a.tiles), y: kvHeads, threads: 128, shared: attentionSharedBytes(headSizes[size], 4)}
 	return launch(l, o.Name(), name+1, g, &a)
+}
+
+// splitAttention reports whether the chunks of sequences with so many rows (tokens in the step)
+// at most are computed by separate blocks, and the number of their partial results: if blocks of
+// whole sequences would not fill the GPU, and the workspace has room for the results.
+func (b *Backend) splitAttention(sequences, rows, heads, kvHeads, d, chunks int) (parts int64, split bool) {
+	parts = int64(sequences) * int64(rows) * int64(heads) * int64(chunks)
+	return parts, chunks > 1 && sequences*kvHeads < 4*b.multiprocessors && parts*int64(d+2)*4 <= b.o.WorkspaceBytes
 }

@@ -172,9 +172,8 @@ func (x *measurer) layouts(runs []*layoutRun, rounds, steps int) []layoutResult 
 
 // splits reports whether sequences are split over blocks of threads, as attention decides.
 func (r *layoutRun) splits() bool {
-	few := queriesPerWarp / (r.Heads / r.KVHeads)
-	parts := int64(r.Sequences) * int64(few) * int64(r.Heads) * int64(ceil(r.Context, chunkTokens))
-	return r.Context > chunkTokens && r.Sequences*r.KVHeads < 4*r.b.multiprocessors && parts*int64(r.HeadDim+2)*4 <= r.b.o.WorkspaceBytes
+	_, split := r.b.splitAttention(r.Sequences, 1, r.Heads, r.KVHeads, r.HeadDim, ceil(r.Context, chunkTokens))
+	return split
 }
 
 func layoutTable(results []layoutResult) [][]string {
@@ -202,7 +201,6 @@ func TestMeasureLayout(t *testing.T) {
 	needMeasure(t, "attention.cu")
 	begin := time.Now()
 	m, b, s := openGPU(t, Options{BatchInvariant: true})
-	large, other := secondStream(t, m, Options{BatchInvariant: true, WorkspaceBytes: 256 << 20})
 	x := newMeasurer(t, m, b, s, *measureFor)
 	defer x.free()
 	pool := device.Range{Bytes: 72 << 30}
@@ -222,24 +220,17 @@ func TestMeasureLayout(t *testing.T) {
 	} {
 		c.Layers, c.HeadDim = 32, 128
 		for _, c.BlockTokens = range []int{16, 32, 64} {
-			x.b, x.s, c.Workspace = b, s, b.o.WorkspaceBytes
+			c.Workspace = b.o.WorkspaceBytes
 			runs = append(runs, x.layoutSteps(c, pool))
-			if c.Context > 4096 {
-				x.b, x.s, c.Workspace = large, other, large.o.WorkspaceBytes
-				runs = append(runs, x.layoutSteps(c, pool))
-			}
 		}
 	}
-	x.b, x.s = b, s
 	t.Logf("ready in %v", time.Since(begin).Round(time.Millisecond))
 	results := x.layouts(runs, 25, 2)
 	t.Logf("measured in %v", time.Since(begin).Round(time.Millisecond))
 	printTable(os.Stdout, layoutTable(results))
 	writeMeasured(t, results)
-	for _, st := range []device.Stream{s, other} {
-		if err := st.Synchronize(t.Context()); err != nil {
-			t.Fatal(err)
-		}
+	if err := s.Synchronize(t.Context()); err != nil {
+		t.Fatal(err)
 	}
 }
 

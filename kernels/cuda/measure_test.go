@@ -3,7 +3,6 @@
 package cuda
 
 import (
-	"context"
 	"encoding/json"
 	"errors"
 	"flag"
@@ -138,23 +137,4 @@ func printTable(to io.Writer, rows [][]string) {
 		}
 	}
 	w.Flush()
-}
-
-// secondStream returns another backend of the GPU of s with a stream of its own.
-func secondStream(t *testing.T, m device.Machine, o Options) (*Backend, device.Stream) {
-	t.Helper()
-	b, err := New(m, device.HBM(0), o)
-	if err != nil {
-		t.Fatal(err)
-	}
-	s, err := m.NewStream(device.HBM(0), device.StreamOptions{Name: "compute 2"})
-	if err != nil {
-		t.Fatal(errors.Join(err, b.Close()))
-	}
-	t.Cleanup(func() {
-		if err := errors.Join(s.Synchronize(context.Background()), s.Close(), b.Close()); err != nil {
-			t.Error(err)
-		}
-	})
-	return b, s
 }

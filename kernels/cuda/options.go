@@ -19,7 +19,8 @@ type Options struct {
 	Streams int
 	// WorkspaceBytes is the size of one stream's workspace: for cuBLASLt, for split attention
 	// over long sequences, for sampling from large vocabularies. A smaller one only costs
-	// speed. Default: 32 MiB.
+	// speed. Default: 64 MiB, which has room for the partial results of decode attention over a
+	// million tokens with 32 heads.
 	WorkspaceBytes int64
 	// CacheDir is the directory of compiled kernels. Default: moeserve/cubin in the user's
 	// cache directory.
@@ -42,7 +43,7 @@ func (o Options) EnsureDefaults() Options {
 		o.Streams = 1
 	}
 	if o.WorkspaceBytes <= 0 {
-		o.WorkspaceBytes = 32 << 20
+		o.WorkspaceBytes = 64 << 20
 	}
 	return o
 }

@@ -57,7 +57,7 @@ func gpuBackend(weights kernels.DType) plannedBackend {
 }
 
 // plannedWorkspace is the GPU memory that the backend allocates itself, in bytes.
-const plannedWorkspace = 32 << 20
+const plannedWorkspace = 64 << 20
 
 // NamedOptions of a problem on hardware that need not be this machine.
 type NamedOptions struct {

@@ -12,7 +12,7 @@
 
 struct attention_args {
   u64 q, k, v, starts, lens, table, out;
-  u64 sums, ends;  // split: partial results, [sequences, rows of a tile, heads, chunks, d] and [.., 2] float32
+  u64 sums, ends;  // split: partial results, [sequences, max_rows, heads, chunks, d] and [.., 2] float32
   i64 q_row, q_head, k_block, k_token, k_head, v_block, v_token, v_head, table_row, out_row, out_head;
   int heads, group;               // heads of Q, and heads of Q per KV head
   int d, tokens, blocks, window;  // tokens of a KV block; window 0: all
@@ -309,7 +309,7 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
       i64 n = s.row0 + row;
       int head = kv_head * a.group + i % a.group;
       if (a.chunks > 0) {
-        i64 at = ((s.sequence * (queries / a.group) + row) * (i64)a.heads + head) * a.chunks + blockIdx.z;
+        i64 at = ((s.sequence * (i64)a.max_rows + row) * a.heads + head) * a.chunks + blockIdx.z;
         if ((lane & 3) == 0) {
           ((float *)a.ends)[2 * at] = row_max[h];
           ((float *)a.ends)[2 * at + 1] = sum[h];
@@ -365,7 +365,7 @@ KERNEL(128, 1) attention_join(const attention_args a) {
     int p = s.position + i, begin = a.window > 0 ? max(0, p - a.window + 1) : 0;
     float total = 0, total_max = neg_infinity, total_sum = 0;
     for (int c = begin / chunk_tokens; c <= p / chunk_tokens; c++) {
-      i64 at = ((s.sequence * (16 / a.group) + i) * (i64)a.heads + head) * a.chunks + c;
+      i64 at = ((s.sequence * (i64)a.max_rows + i) * a.heads + head) * a.chunks + c;
       float old_part, new_part;
       join(total_max, ((const float *)a.ends)[2 * at], old_part, new_part);
       total_sum = joined(total_sum, old_part, ((const float *)a.ends)[2 * at + 1], new_part);
