@@ -2,6 +2,7 @@ package node_test
 
 import (
 	"errors"
+	"slices"
 	"strings"
 	"testing"
 
@@ -105,4 +106,52 @@ func TestKVTiersSameTokens(t *testing.T) {
 			}
 		}
 	}
+}
+
+// tightKV has a pool of KV blocks for a third of what the conversations of converse need.
+func tightKV(s *configs.Settings) {
+	s.KV.NumGPUBlocksOverride, s.KV.MaxModelLen, s.Batch.MaxNumSeqs = 14, 160, 6
+}
+
+// converse runs the turns of six conversations, all at once, and returns the digest of their tokens.
+// They begin with one of two system prompts, every other one is drawn with a seed, and one has two
+// samples in its last turn. Each goes on with what it was answered.
+func converse(t *testing.T, n *node.Node) string {
+	t.Helper()
+	vocab := n.Info().Config.Vocab
+	ids := func(i, count int) (all []int32) {
+		for j := range count {
+			all = append(all, int32((7*i+13*j+j*j)%vocab))
+		}
+		return all
+	}
+	var outs []engine.Output
+	said := make([][]int32, 6)
+	for turn := range 3 {
+		var rs []engine.Request
+		for i := range said {
+			if turn == 0 {
+				said[i] = ids(i%2, 33)
+			}
+			said[i] = append(said[i], ids(11+6*turn+i, 3+5*i%17)...)
+			r := request(slices.Clone(said[i]), 9+i)
+			r.Params.Seed = uint64(10*turn + i)
+			if i%2 == 1 {
+				r.Params.Temperature = 0.8
+			}
+			if turn == 2 && i == 3 {
+				r.Params.N = 2
+			}
+			rs = append(rs, r)
+		}
+		got, err := n.Engine().Generate(t.Context(), rs, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i := range said {
+			said[i] = append(said[i], got[i].TokenIDs...)
+		}
+		outs = append(outs, got...)
+	}
+	return digest(outs)
 }

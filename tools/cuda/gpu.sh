@@ -2,7 +2,7 @@
 # All tests and measurements that need a GPU, in two halves:
 #   tools/cuda/gpu.sh build FOLDER            builds and packs what has to run, without a GPU
 #   tools/cuda/gpu.sh run FOLDER LOGS PART... runs it on a machine with a GPU and this tree, and prints a table
-# Without PART: all parts from device to sanitize, except whole-mixtral, tiers, sweep, predicted, guard, soak and reclaim. LOGS gets at most 8 files.
+# Without PART: all parts from device to sanitize, except those that name two GPUs, whole-mixtral, beside, gaps, layout, kvcopy and load. LOGS gets at most 8 files.
 #   device        device/cuda: conformance, NVML, NVRTC; experts, kvcache, pipeline and engine on it
 #   kernels       every kernel against its reference, small shapes; those for sm_80; start, cold and warm
 #   kernels-full  the same at the shapes of the models
@@ -26,8 +26,9 @@
 #                 than 97 % of that in guard.json.
 #                 It runs before and after every change of pipeline, experts, transfer, harvest, kvcache, device/cuda
 #                 and kernels/cuda; GUARD_RECORD=COMMIT writes guard.json to LOGS instead
-#   soak          two GPUs: serve under full load for SOAK (default: 1m), with clients that leave, hostile clients, and a neighbor
-#                 that takes and returns the second GPU's memory: every answer as alone, and all memory comes back
+#   soak          two GPUs: serve under full load for SOAK (default: 1m), with KV tiers, clients that leave, hostile clients, and
+#                 a neighbor that takes and returns the second GPU's memory: every answer as alone, and all memory comes back;
+#                 SOAK_SEED draws the policies
 #   reclaim       two GPUs, PyTorch: a process that knows nothing of moeserve gets borrowed memory of the second GPU in one
 #                 call; moeserve reclaim; two moeserve processes on one peer (PARTS='one two', LAYERS, MODEL)
 #   bench         times of kernels and of the device
@@ -39,8 +40,16 @@
 #   kvcopy        copies of 1,000 scattered blocks from 4 KiB to 16 MiB between host, GPU and, with two GPUs, peer: queued, batched,
 #                 and by a kernel; 8 GiB of each memory
 #   kv            two GPUs: loads of KV blocks from the host and the second GPU (bench kv), copies of blocks by size, by copy
-#                 engines and by a kernel; 12 GiB of each memory. With PREFIX, arguments for bench prefix such as
-#                 'mixtral-8x7b --load-format dummy --lengths 1024,32000', TTFT by where the prompt's KV cache is, too
+#                 engines and by a kernel; 12 GiB of each memory
+#   kvtiers       two GPUs: conversations in a tiny KV cache with tiers on the second GPU, in host memory and in files, where
+#                 another process takes the second GPU's memory meanwhile: equal tokens
+#   prefix        two GPUs: time to first token by where the prompt's KV cache is (bench prefix): PREFIX are its arguments
+#                 (default: Phi-3.5-MoE cut to 8 layers, 1,024 to 90,000 tokens, all places), NAME that of the files in measured.tar,
+#                 FILES the folder of the tier in files (default: /dev/shm where it has 32 GiB, else that for temporary files)
+#   hits          two GPUs: throughput by the fraction of prompts that are found, in each place (bench prefix --hits): HITS,
+#                 NAME and FILES as above (default: Mixtral cut to 8 layers, 10,000 requests of 512 tokens)
+#   fairness      two GPUs: what scheduling policies give each request, by where KV blocks of preempted sequences are kept
+#                 (bench fairness): FAIRNESS and NAME as above (default: Mixtral cut to 8 layers)
 #   load          loading a checkpoint of Qwen1.5-MoE's shape, written to LOAD_FOLDER (29 GB), as a share of the disk's
 #                 rate; LOAD are arguments for load.py
 # HOST_GIB is the host's memory, for machines whose system reports less. With OVERLAP=false the parts that run node's
@@ -95,6 +104,23 @@ limit() {
   fi
 }
 
+# measure NAME COMMAND ARGUMENTS...: a bench command with the second GPU as peer; prints its table, and adds its files to measured.tar.
+measure() {
+  local name=$1 plot=()
+  [ "$2" != prefix ] || plot=(--csv "$work/$name.csv" --plot "$work/$name.svg")
+  limit "${MEASURE_LIMIT:-570}" . kv "$name" "$work/moeserve" bench "$2" --device cuda --peers 1 --host-memory-gib "$host" "${@:3}" \
+    --json "$work/$name.json" "${plot[@]}"
+  tee -a "$logs/table.log" <"$work/said"
+  (cd "$work" && tar -rf "$logs/measured.tar" "$name".*)
+}
+
+# files is a folder for the tier in files, in memory where there is room.
+files() {
+  local free
+  free=$(df -BG --output=avail /dev/shm 2>/dev/null | tail -1 | tr -dc 0-9)
+  if [ -n "${FILES:-}" ]; then echo "$FILES"; elif [ "${free:-0}" -ge 32 ]; then echo /dev/shm; else echo "${TMPDIR:-/tmp}"; fi
+}
+
 run() {
   folder=$(cd "$1" && pwd)
   logs=$(mkdir -p "$2" && cd "$2" && pwd)
@@ -103,7 +129,7 @@ run() {
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
   for part in "$@"; do
-    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral tiers sweep predicted guard soak reclaim bench sanitize beside gaps layout kvcopy kv load " == *" $part "* ]] || usage
+    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral tiers sweep predicted guard soak reclaim bench sanitize beside gaps layout kvcopy kv kvtiers prefix hits fairness load " == *" $part "* ]] || usage
   done
   [ -e "$folder/bundle.tar.xz" ] || { echo "there is no $folder/bundle.tar.xz: tools/cuda/gpu.sh build makes it" >&2; exit 2; }
   xz -dc "$folder/bundle.tar.xz" | tar -xf - -C "$work" || exit 1
@@ -195,7 +221,7 @@ run() {
         fi
         python3 "$root/tools/cuda/guard.py" check "$root/tools/cuda/guard.json" "$logs/guard.json" "$work/transfer.json" 2>&1 | tee -a "$logs/table.log"
         [ "${PIPESTATUS[0]}" = 0 ] || failed=1 ;;
-      soak) limit ${SOAK_LIMIT:-900} cmd/moeserve soak soak env MOESERVE_SOAK_DEVICE=cuda MOESERVE_SOAK_FOR="${SOAK:-1m}" "$work/cmd-moeserve.test" -test.v -test.timeout ${SOAK_LIMIT:-900}s -test.run TestSoak
+      soak) limit ${SOAK_LIMIT:-900} cmd/moeserve soak soak env MOESERVE_SOAK_DEVICE=cuda MOESERVE_SOAK_FOR="${SOAK:-1m}" MOESERVE_SOAK_SEED="${SOAK_SEED:-1}" "$work/cmd-moeserve.test" -test.v -test.timeout ${SOAK_LIMIT:-900}s -test.run TestSoak
         sed -n '/^ *| what/,$p' "$work/said" ;;
       reclaim)
         limit 540 . reclaim reclaim python3 -u "$root/tools/cuda/reclaim.py" "$work/moeserve" "$work/reclaim.so" "$host"
@@ -233,11 +259,14 @@ run() {
         limit 180 . kv kv-copies "$work/moeserve" bench kv --device cuda --peers 1 --host-memory-gib "$host" --copy-method both \
           --hardware h200 --calibrate "$work/kv.json" --json "$work/copies.json" --csv "$work/copies.csv" --plot "$work/copies.svg"
         cat "$work/said"
-        tar -czf "$logs/kv.tar.gz" -C "$work" reload.json reload.csv reload.svg kv.json copies.json copies.csv copies.svg
-        if [ -n "${PREFIX:-}" ]; then
-          limit 550 . kv prefix "$work/moeserve" bench prefix --device cuda --peers 1 --host-memory-gib "$host" $PREFIX --json "$logs/prefix.json"
-          cat "$work/said"
-        fi ;;
+        tar -czf "$logs/kv.tar.gz" -C "$work" reload.json reload.csv reload.svg kv.json copies.json copies.csv copies.svg ;;
+      kvtiers) limit 240 node node kvtiers "$work/node.test" "${overlap[@]}" -test.v -test.timeout 240s -test.run 'GPUKVTiers' -peer 1 ;;
+      prefix) measure "${NAME:-prefix}" prefix --file-directory "$(files)" ${PREFIX:-phi-3.5-moe --load-format dummy --num-hidden-layers 8 --max-num-batched-tokens 8192} ;;
+      hits) measure "${NAME:-hits}" prefix --file-directory "$(files)" ${HITS:-mixtral-8x7b --load-format dummy --num-hidden-layers 8 --max-num-batched-tokens 8192 --max-num-seqs 256
+          --places hbm,peer,host,file --hits 0,0.5,1} ;;
+      fairness)
+        measure "${NAME:-fairness}" fairness ${FAIRNESS:-mixtral-8x7b --load-format dummy --num-hidden-layers 8 --kv-tiers none,host,peer --fair-granularity 16,64
+          --long-requests 48 --input-len 4096 --long-output-len 256 --short-requests 48 --short-output-len 16 --interval 100ms} ;;
       load)
         limit 400 . load load python3 "$root/tools/cuda/load.py" "$work/moeserve" "$work/bigcheckpoint" "${LOAD_FOLDER:-$work}" ${LOAD:-}
         cat "$work/said" ;;
