@@ -11,12 +11,13 @@ import (
 	"github.com/moeserve/moeserve/node"
 )
 
-// On GPUs a soak serves Qwen1.5-MoE with seeded random weights, half of its experts on the
-// second GPU. Its kernels are batch-invariant, so that an answer under load is the one alone.
+// On GPUs a soak serves Qwen1.5-MoE with seeded random weights, a tenth of its experts and KV blocks on
+// the second GPU. Its kernels are batch-invariant, so that an answer under load is the one alone.
 func init() {
-	soakDevices["cuda"] = func(set *settings, o *node.Options, opened func(device.Machine)) {
+	soakDevices["cuda"] = func(set *settings, o *node.Options, opened func(device.Machine)) kvBlocks {
 		set.Model.Name, set.Model.LoadFormat = "qwen1.5-moe-a2.7b", configs.LoadDummy
-		set.Batch.MaxNumSeqs, set.KV.MaxModelLen, set.KV.NumGPUBlocksOverride = 48, 1024, 200
+		set.Batch.MaxNumSeqs, set.KV.MaxModelLen, set.KV.NumGPUBlocksOverride = 48, 1024, 120
+		set.Offload.Fraction = 0.1
 		set.Device.Peers, set.Offload.Tier, set.Harvest.Headroom = "1", configs.AnyTier, "2GiB"
 		var m *cuda.Machine
 		o.OpenMachine = func() (_ device.Machine, err error) {
@@ -28,5 +29,6 @@ func init() {
 		o.OpenBackend = func(device.Machine) (kernels.Backend, error) {
 			return kernelscuda.New(m, device.HBM(0), kernelscuda.Options{BatchInvariant: true})
 		}
+		return kvBlocks{peer: 300, host: 300, file: 600}
 	}
 }

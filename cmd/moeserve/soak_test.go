@@ -26,6 +26,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/observe"
 )
 
 // soakFor is the variable with the duration of TestSoak, as time.ParseDuration reads it.
@@ -33,11 +34,10 @@ const soakFor = "MOESERVE_SOAK_FOR"
 
 // soakDevice opens the devices of a soak: "emulated", and with the build tag cuda "cuda".
 // It changes the settings to what the device needs.
-type soakDevice func(*settings, *node.Options, func(device.Machine))
+type soakDevice func(*settings, *node.Options, func(device.Machine)) kvBlocks
 
-var soakDevices = map[string]soakDevice{"emulated": func(set *settings, o *node.Options, opened func(device.Machine)) {
+var soakDevices = map[string]soakDevice{"emulated": func(set *settings, o *node.Options, opened func(device.Machine)) kvBlocks {
 	set.Batch.MaxNumSeqs, set.Batch.MaxNumBatchedTokens, set.KV.NumGPUBlocksOverride = 24, 96, 60
-	set.KV.TransferConfig = `{"kv_connector_extra_config": {"num_gpu_blocks": 120, "num_cpu_blocks": 60, "eviction_policy": "arc"}}`
 	o.OpenMachine = func() (device.Machine, error) {
 		m, err := emulated.Open(emulated.Options{
 			GPUs: []emulated.GPU{{MemoryBytes: 256 << 20}, {MemoryBytes: 48 << 20}, {MemoryBytes: 48 << 20}},
@@ -48,6 +48,7 @@ var soakDevices = map[string]soakDevice{"emulated": func(set *settings, o *node.
 		}
 		return m, err
 	}
+	return kvBlocks{peer: 160, host: 160, file: 300}
 }}
 
 // soak is a server under load and what happens to it.
@@ -58,6 +59,7 @@ type soak struct {
 	machine device.Machine
 	client  *http.Client
 	cases   []soakCase
+	policy  configs.SchedulingPolicy
 	end     time.Time
 
 	mu    sync.Mutex
@@ -86,7 +88,7 @@ func (s *soak) add(what string) {
 // return the peers' memory and, on emulated devices, failing copies, all at once. Every answer
 // must be the one of the idle server, and memory, goroutines, descriptors and KV blocks must
 // come back. MOESERVE_SOAK_FOR is its duration (make soak: 30 minutes), MOESERVE_SOAK_DEVICE the
-// devices.
+// devices, and MOESERVE_SOAK_SEED draws the policies of scheduling and of KV tiers, and the requests.
 func TestSoak(t *testing.T) {
 	length := 5 * time.Second
 	if v := os.Getenv(soakFor); v != "" {
@@ -105,8 +107,9 @@ func TestSoak(t *testing.T) {
 	if open == nil {
 		t.Fatalf("MOESERVE_SOAK_DEVICE is %q: give one of %q", kind, slices.Sorted(maps.Keys(soakDevices)))
 	}
-	s := startSoak(t, open)
-	s.learn()
+	rng := soakRandom(t)
+	s := startSoak(t, open, rng)
+	s.learn(rng)
 	// Once under full load, so that buffers, pools and connections have their usual size.
 	s.load(min(length/10, time.Minute))
 	before := s.measure()
@@ -117,13 +120,16 @@ func TestSoak(t *testing.T) {
 }
 
 // startSoak starts `moeserve serve`, as the command does, on a free port.
-func startSoak(t *testing.T, open soakDevice) *soak {
+func startSoak(t *testing.T, open soakDevice, rng *rand.Rand) *soak {
 	set := &settings{Settings: configs.Defaults()}
 	set.Serve.AdminAddress = "same"
 	set.Serve.Port, set.Offload.Fraction, set.Harvest.Headroom, set.Output.LogLevel = 0, 0.5, "4MiB", configs.LogWarn
 	s := &soak{t: t, count: map[string]int{}, client: &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 64}}}
 	var o node.Options
-	open(set, &o, func(m device.Machine) { s.machine = m })
+	size := open(set, &o, func(m device.Machine) { s.machine = m })
+	size.folder = t.TempDir()
+	drawKV(t, rng, set, size)
+	s.policy = set.Batch.SchedulingPolicy
 	listener, err := new(net.ListenConfig).Listen(t.Context(), "tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -183,13 +189,16 @@ func (l *lastLines) String() string {
 	return string(l.end)
 }
 
-// learn asks each request alone.
-func (s *soak) learn() {
-	rng := rand.New(rand.NewPCG(1, 1))
+// learn asks each request alone. Some begin alike.
+func (s *soak) learn(rng *rand.Rand) {
+	begin := make([]int, 50)
+	for j := range begin {
+		begin[j] = 10 + rng.IntN(240)
+	}
 	for i := range 40 {
-		ids := make([]int, 3+rng.IntN(60))
-		for j := range ids {
-			ids[j] = 10 + rng.IntN(240)
+		ids := slices.Clone(begin[:rng.IntN(4)*len(begin)/3])
+		for range 3 + rng.IntN(60) {
+			ids = append(ids, 10+rng.IntN(240))
 		}
 		prompt, _ := json.Marshal(ids)
 		sampling := `"temperature": 0`
@@ -202,12 +211,12 @@ func (s *soak) learn() {
 			sampling = `"temperature": 0, "logit_bias": {"7": -50}, "min_tokens": 3`
 		}
 		s.cases = append(s.cases, soakCase{path: "/v1/completions", body: fmt.Sprintf(
-			`{"prompt": %s, "max_tokens": %d, "return_token_ids": true, %s`, prompt, 1+rng.IntN(64), sampling)})
+			`{"prompt": %s, "max_tokens": %d, "return_token_ids": true, %s`, prompt, 3+rng.IntN(62), sampling)})
 	}
 	for i := range s.cases {
 		c := &s.cases[i]
 		var err error
-		if c.want, err = s.ask(context.Background(), c, i%2 == 0); err != nil {
+		if c.want, err = s.ask(context.Background(), c, i%2 == 0, ""); err != nil {
 			s.t.Fatalf("%s: %v", c.body, err)
 		}
 	}
@@ -215,12 +224,9 @@ func (s *soak) learn() {
 
 var errStatus = errors.New("status")
 
-// ask sends a request and returns its answer, streamed or whole.
-func (s *soak) ask(ctx context.Context, c *soakCase, stream bool) (soakAnswer, error) {
-	body := c.body + "}"
-	if stream {
-		body = c.body + `, "stream": true}`
-	}
+// ask sends a request, with members besides its own, and returns its answer, streamed or whole.
+func (s *soak) ask(ctx context.Context, c *soakCase, stream bool, more string) (soakAnswer, error) {
+	body := fmt.Sprintf(`%s, "stream": %t%s}`, c.body, stream, more)
 	r, err := http.NewRequestWithContext(ctx, http.MethodPost, s.url+c.path, strings.NewReader(body))
 	if err != nil {
 		return soakAnswer{}, err
@@ -310,6 +316,7 @@ func (s *soak) load(length time.Duration) {
 	start(1, s.watching)
 	start(2, s.neighbor)
 	start(1, s.reclaiming)
+	start(1, s.resetting)
 	if m, ok := s.machine.(*emulated.Machine); ok {
 		start(1, func(ctx context.Context, rng *rand.Rand) { s.fault(ctx, rng, m) })
 	}
@@ -327,7 +334,7 @@ func pause(ctx context.Context, d time.Duration) {
 
 func (s *soak) honest(_ context.Context, rng *rand.Rand) {
 	c, stream := &s.cases[rng.IntN(len(s.cases))], rng.IntN(2) == 0
-	got, err := s.ask(context.Background(), c, stream)
+	got, err := s.ask(context.Background(), c, stream, s.aside(rng))
 	switch {
 	case errors.Is(err, errStatus) && (strings.Contains(err.Error(), "status 429") || strings.Contains(err.Error(), "status 503")):
 		s.add("refused for load (429, 503)")
@@ -348,7 +355,7 @@ func (s *soak) leaving(_ context.Context, rng *rand.Rand) {
 	c := &s.cases[rng.IntN(len(s.cases))]
 	ctx, cancel := context.WithTimeout(context.Background(), time.Duration(rng.IntN(300))*time.Millisecond)
 	defer cancel()
-	if got, err := s.ask(ctx, c, rng.IntN(2) == 0); err == nil && got != c.want {
+	if got, err := s.ask(ctx, c, rng.IntN(2) == 0, s.aside(rng)); err == nil && got != c.want {
 		s.add("wrong answers")
 		s.t.Errorf("%s:\n  %+v\nalone\n  %+v", c.body, got, c.want)
 	} else if err != nil {
@@ -413,7 +420,7 @@ func (s *soak) hostile(ctx context.Context, rng *rand.Rand) {
 
 // watching reads what operators read.
 func (s *soak) watching(ctx context.Context, rng *rand.Rand) {
-	path := []string{"/metrics", "/health", "/debug/residency", "/v1/models"}[rng.IntN(4)]
+	path := []string{"/metrics", "/health", "/debug/residency", "/debug/kv", "/v1/models"}[rng.IntN(5)]
 	r, err := s.client.Get(s.url + path)
 	if err != nil {
 		s.t.Errorf("%s: %v", path, err)
@@ -508,6 +515,7 @@ type soakState struct {
 	revoked            float64
 	// cached and external prompt tokens were found in the prefix cache and in tiers.
 	cached, external float64
+	tiers            observe.KVTiers
 }
 
 // idle waits until no request runs or waits.
@@ -584,6 +592,7 @@ func (s *soak) measure() soakState {
 	st.preempted, st.retried = m["vllm:num_preemptions_total"], m["moeserve_step_retries_total"]
 	st.revoked = m["moeserve_harvest_revocations_total"]
 	st.cached, st.external = m["vllm:prefix_cache_hits_total"], m["vllm:external_prefix_cache_hits_total"]
+	st.tiers = s.kvTiers()
 	return st
 }
 
@@ -607,6 +616,7 @@ func (s *soak) report(length time.Duration, before, after soakState) {
 	} {
 		fmt.Fprintf(&b, "| %s | %.0f |\n", r.what, r.n)
 	}
+	b.WriteString(s.kvTable(length, before.tiers, after.tiers))
 	fmt.Fprintf(&b, "\n| what comes back | before | after |\n|---|---|---|\n")
 	mib := func(n int64) string { return fmt.Sprintf("%.1f MiB", float64(n)/(1<<20)) }
 	fmt.Fprintf(&b, "| resident memory besides what devices allocated on the host | %s | %s |\n| Go heap | %s | %s |\n", mib(before.rss), mib(after.rss), mib(before.heap), mib(after.heap))
