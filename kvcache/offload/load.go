@@ -179,15 +179,27 @@ func (p *loadPart) finish(t *Tiers, run *running) {
 	}
 	level.counts.loaded(run, good)
 	level.counts.failedLoads += int64(len(bad))
+	if !notStarted(err) {
+		level.loseRead(p.account, bad)
+	}
 	t.completeLoad(level, p.account, good, true)
 	t.completeLoad(level, p.account, bad, false)
-	if len(bad) > 0 && !notStarted(err) {
-		for _, i := range bad {
-			level.lose(run.job.Blocks[i].Key)
-		}
-	}
 	l.err = errors.Join(l.err, err)
 	l.left--
+}
+
+// loseRead removes blocks of a load that could not be read from the tier, if they are still there:
+// those that were reset, or lost, meanwhile are not, and their keys may have been stored again.
+func (l *level) loseRead(account tier.Load, blocks []int) {
+	ids := account.IDs
+	account.IDs = nil
+	for _, i := range blocks {
+		account.IDs = append(account.IDs, ids[i])
+	}
+	if lost := l.account.LoseRead(account); len(lost) > 0 {
+		l.counts.lost += int64(len(lost))
+		l.Memory.Drop(lost)
+	}
 }
 
 // notStarted reports whether an error says nothing of what was to be read.

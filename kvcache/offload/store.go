@@ -177,9 +177,8 @@ func (t *Tiers) completeStore(level *level, account tier.Store, blocks []int, ok
 	for _, i := range slices.Backward(blocks) {
 		part.Keys, part.IDs = append(part.Keys, account.Keys[i]), append(part.IDs, account.IDs[i])
 	}
-	level.account.CompleteStore(part, ok)
-	if !ok {
-		level.Memory.Drop(part.Keys)
+	if failed := level.account.CompleteStore(part, ok); len(failed) > 0 {
+		level.Memory.Drop(failed)
 	}
 }
 

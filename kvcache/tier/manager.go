@@ -372,10 +372,11 @@ func (m *Manager) evict(n, keep int) (evicted []Evicted, ok bool) {
 }
 
 // CompleteStore ends a store. Where it is ok its blocks become ready and evictable, in their
-// order; where it failed they are freed. Blocks that were lost meanwhile are freed in either
-// case. It changes nothing about blocks of the store that were completed before, or if Reset was
-// called meanwhile.
-func (m *Manager) CompleteStore(s Store, ok bool) {
+// order; where it failed they are freed, and it returns their keys: what the medium has of these
+// is not needed. Blocks that were lost meanwhile are freed in either case. It changes nothing about
+// blocks of the store that were completed before, or if Reset was called meanwhile: their keys may
+// have other blocks by now.
+func (m *Manager) CompleteStore(s Store, ok bool) (failed []kvcache.Key) {
 	var stored []kvcache.Key
 	for _, id := range s.IDs {
 		b := &m.blocks[id]
@@ -391,6 +392,7 @@ func (m *Manager) CompleteStore(s Store, ok bool) {
 		if !ok {
 			m.eviction.Remove(id)
 			delete(m.byKey, b.key)
+			failed = append(failed, b.key)
 			m.release(id)
 			continue
 		}
@@ -406,6 +408,7 @@ func (m *Manager) CompleteStore(s Store, ok bool) {
 	if len(stored) > 0 {
 		m.event(Event{Stored: stored})
 	}
+	return failed
 }
 
 // Touch reports that keys are used, those that the tier does not have included. It goes from the
@@ -448,6 +451,22 @@ func (m *Manager) Lose(k kvcache.Key) bool {
 	b.lost = true
 	m.stats.Quarantined++
 	return true
+}
+
+// LoseRead is Lose for the blocks of a load under way, which the medium could not read, and returns
+// their keys: of those that were not lost before. After a Reset there are none: their keys may have
+// other blocks by now.
+func (m *Manager) LoseRead(l Load) (lost []kvcache.Key) {
+	if l.epoch != m.epoch {
+		return nil
+	}
+	for _, id := range l.IDs {
+		if b := &m.blocks[id]; b.refs > 0 && !b.lost {
+			lost = append(lost, b.key)
+			m.Lose(b.key)
+		}
+	}
+	return lost
 }
 
 // Reset frees all blocks. Ids start at 0 again, whatever loads and stores are under way: their

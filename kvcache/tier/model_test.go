@@ -404,8 +404,16 @@ func runModel(t *rapid.T, policy string) {
 				stores = slices.Delete(stores, i, i+1)
 			}
 			s.IDs = s.IDs[from:to]
+			var failed []kvcache.Key
+			for _, id := range s.IDs {
+				if b := want.withID(id); !ok && s.epoch == want.epoch && b != nil && b.store == s.number && b.refs < 0 && !b.lost {
+					failed = append(failed, b.key)
+				}
+			}
 			want.completeStore(s.epoch, s.number, s.IDs, ok)
-			m.CompleteStore(s.Store, ok)
+			if got := m.CompleteStore(s.Store, ok); !slices.Equal(got, failed) {
+				t.Fatalf("the failed store has removed %v, want %v", keysOf(got), keysOf(failed))
+			}
 		},
 		"load": func(t *rapid.T) {
 			keys := someOf(t, slices.SortedFunc(maps.Keys(want.ready), func(a, b kvcache.Key) int { return cmp.Compare(name(a), name(b)) }))
@@ -435,6 +443,22 @@ func runModel(t *rapid.T, policy string) {
 			accepted := want.completeLoad(l.epoch, l.IDs, ok)
 			if err := m.CompleteLoad(l.Load, ok); (err == nil) != accepted {
 				t.Fatalf("complete a load of %v: %v, want success %v", l.IDs, err, accepted)
+			}
+		},
+		"lose read": func(t *rapid.T) {
+			if len(loads) == 0 {
+				t.Skip("no load")
+			}
+			l := rapid.SampledFrom(loads).Draw(t, "load")
+			var lost []kvcache.Key
+			for _, id := range l.IDs {
+				if b := want.withID(id); l.epoch == want.epoch && b != nil && b.refs > 0 && !b.lost {
+					lost = append(lost, b.key)
+					want.lose(b.key)
+				}
+			}
+			if got := m.LoseRead(l.Load); !slices.Equal(got, lost) {
+				t.Fatalf("lost %v, want %v", keysOf(got), keysOf(lost))
 			}
 		},
 		"touch": func(t *rapid.T) {
