@@ -394,7 +394,7 @@ var opensItself = map[string]string{
 	"device/cuda/memory.go":        "reads /proc and /sys, by names of its own",
 	"device/cuda/nvrtc/cache.go":   "reads what it has written, and checks its sum",
 	"device/cuda/topology.go":      "reads /proc and /sys, by names of its own",
-	"kvcache/offload/file.go":      "reads what it has written, in a folder of its own, and checks its sum",
+	"kvcache/offload/folder.go":    "reads what it has written, in a folder of its own, and checks its sum",
 	"eval/journal.go":              "reads and writes one file, once it has seen that it is a regular one",
 	"metrics/process.go":           "reads /proc, by names of its own",
 	"node/devices/memory_linux.go": "reads /proc, by a name of its own",

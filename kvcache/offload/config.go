@@ -46,7 +46,8 @@ type Config struct {
 	BlockTokens, BlockFactor int
 	// EvictionPolicy (eviction_policy) is lru or arc. Default: lru.
 	EvictionPolicy string
-	// Directory (directory) of the files. A new folder in it is removed by Close.
+	// Directory (directory) of the files. A new folder in it is removed by Close, or, where the
+	// process is killed, by the next one that uses the directory.
 	Directory string
 	// Durability (durability) by medium. Default: Backed.
 	Durability map[string]Durability

@@ -85,3 +85,28 @@ func (t *Tiers) ForgetTransfers() {
 		}
 	}
 }
+
+// WithFileStreams has the tier in files use other streams, and buffers of so many blocks.
+func (t *Tiers) WithFileStreams(perBuffer int, change func(device.Watcher) device.Watcher) {
+	for _, l := range t.levels {
+		if f, ok := l.Memory.(*fileMemory); ok {
+			f.perBuffer = perBuffer
+			for i, s := range f.streams {
+				f.streams[i] = change(s)
+			}
+		}
+	}
+}
+
+// IdleBuffers is the number of the file tier's staging buffers that nothing uses, and how many
+// there are.
+func (t *Tiers) IdleBuffers() (idle, all int) {
+	for _, l := range t.levels {
+		if f, ok := l.Memory.(*fileMemory); ok {
+			f.mu.Lock()
+			defer f.mu.Unlock()
+			return len(f.idle), stagingBuffers
+		}
+	}
+	return 0, 0
+}

@@ -1,14 +1,10 @@
 package offload
 
 import (
-	"bytes"
-	"encoding/binary"
+	"context"
 	"errors"
 	"fmt"
-	"hash/crc32"
-	"io"
-	"os"
-	"path/filepath"
+	"maps"
 	"slices"
 	"sync"
 
@@ -36,28 +32,39 @@ func bufferBlocks(blockBytes int64) int64 { return max(1, bufferBytes/blockBytes
 // Files are written under a name of their own and then renamed; no name is used again. So a
 // file that is there is whole, and one that is dropped and stored again is another. A header
 // has the key and a checksum, which a load verifies: a block that is damaged, or gone, is
-// lost, and never loaded.
+// lost, and never loaded. A file that is dropped while loads read it stays until they have
+// ended.
 //
 // Everything behind Start runs as host work on the streams: the goroutine of the engine does
-// not wait for files, and virtual time sees the work.
+// not wait for files, and virtual time sees the work. Every group ends once, with end, where it
+// was begun or on a stream; a job ends with its last group.
 type fileMemory struct {
-	env       Env
-	directory string
-	streams   []device.Watcher
-	next      int // stream of the next group
-	staging   device.Memory
+	env     Env
+	folder  *folder
+	streams []device.Watcher
+	next    int // stream of the next group
+	staging device.Memory
 	// perBuffer is the number of blocks of a staging buffer.
 	perBuffer int
 
-	// mu is a leaf, except that fences are signaled and work is enqueued under it.
+	// mu is a leaf, except that fences are signaled and work is enqueued under it. It is not held
+	// during a wait.
 	mu sync.Mutex
-	// names of the keys' files, and the number of the last.
-	names map[kvcache.Key]string
+	// files of the keys, and the number of the last.
+	files map[kvcache.Key]*blockFile
 	last  int64
 	// idle buffers, and the groups that wait for one: loads go first.
 	idle          []*buffer
 	loads, stores []*group
 	points        points
+}
+
+// blockFile is the file of a block, which a store may yet have to write.
+type blockFile struct {
+	name string
+	// readers are loads under way; dropped: the last of them removes the file.
+	readers int
+	dropped bool
 }
 
 // buffer is a part of the staging memory.
@@ -69,10 +76,10 @@ type buffer struct {
 
 // openFiles opens the tier in a new folder of the configured one.
 func openFiles(e Env, c Config) (*Medium, error) {
-	f := &fileMemory{env: e, names: map[kvcache.Key]string{}, points: points{machine: e.Machine, name: "kv file tier"}}
+	f := &fileMemory{env: e, files: map[kvcache.Key]*blockFile{}, points: points{machine: e.Machine, name: "kv file tier"}}
 	var err error
-	if f.directory, err = os.MkdirTemp(c.Directory, "moeserve-kv-"); err != nil {
-		return nil, fmt.Errorf("cannot create a folder in directory %q: %w; name a folder that exists and can be written", c.Directory, err)
+	if f.folder, err = newFolder(c.Directory, e.Log); err != nil {
+		return nil, fmt.Errorf("cannot create a folder in directory %q: %w; name a folder that exists, can be written and has room", c.Directory, err)
 	}
 	if err := f.open(); err != nil {
 		return nil, errors.Join(fmt.Errorf("file tier: %w", err), f.Close())
@@ -84,10 +91,8 @@ func openFiles(e Env, c Config) (*Medium, error) {
 }
 
 func (f *fileMemory) open() error {
-	// A first file shows that there is room, and rights.
-	probe := filepath.Join(f.directory, "probe")
-	if err := errors.Join(os.WriteFile(probe, make([]byte, int(f.env.BlockBytes)+headerBytes), 0o600), os.Remove(probe)); err != nil {
-		return fmt.Errorf("cannot write a block to directory: %w", err)
+	if err := f.folder.probe(f.env.BlockBytes); err != nil {
+		return fmt.Errorf("cannot write a block of %d bytes to directory: %w", f.env.BlockBytes, err)
 	}
 	for i := range fileStreams {
 		s, err := f.env.Machine.NewStream(device.Host, device.StreamOptions{Name: fmt.Sprintf("kv files %d", i+1)})
@@ -121,35 +126,42 @@ func (f *fileMemory) open() error {
 func (f *fileMemory) Drop(keys []kvcache.Key) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	var names []string
+	var files []*blockFile
 	for _, k := range keys {
-		if name, ok := f.names[k]; ok {
-			names = append(names, name)
-			delete(f.names, k)
+		if file, ok := f.files[k]; ok {
+			files = append(files, file)
+			delete(f.files, k)
 		}
 	}
-	f.remove(names)
+	f.remove(files)
 }
 
-// remove removes files. mu is held.
-func (f *fileMemory) remove(names []string) {
-	if len(names) == 0 {
-		return
-	}
-	// One that cannot be removed now goes with the folder.
-	f.execute("remove kv files", func() {
-		for _, name := range names {
-			_ = os.Remove(filepath.Join(f.directory, name))
+// remove removes files that no key has any more: now, or when no load reads them. mu is held.
+func (f *fileMemory) remove(files []*blockFile) {
+	var names []string
+	for _, file := range files {
+		if file.dropped = true; file.readers == 0 {
+			names = append(names, file.name)
 		}
+	}
+	if len(names) > 0 {
+		_ = f.execute("remove kv files", func(error) { f.folder.drop(names) })
+	}
+}
+
+// execute has a stream call a function: with an error, if the stream is in the error state. mu is
+// held.
+func (f *fileMemory) execute(name string, call func(error)) error {
+	return f.stream().Execute(device.Work{
+		Name: name, Host: true, Run: func(device.Access) error { call(nil); return nil }, Failed: call,
 	})
 }
 
-// execute has a stream call a function. mu is held. It returns false if the stream is closed
-// or lost.
-func (f *fileMemory) execute(name string, call func()) bool {
+// stream is the one whose turn it is. mu is held.
+func (f *fileMemory) stream() device.Watcher {
 	s := f.streams[f.next]
 	f.next = (f.next + 1) % len(f.streams)
-	return s.Execute(device.Work{Name: name, Host: true, Run: func(device.Access) error { call(); return nil }}) == nil
+	return s
 }
 
 // Lost implements Memory: what is gone shows when it is read.
@@ -162,12 +174,9 @@ func (f *fileMemory) Locate(kvcache.Key) device.Space { return device.Host }
 func (f *fileMemory) Reset() {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	var names []string
-	for _, name := range f.names {
-		names = append(names, name)
-	}
-	clear(f.names)
-	f.remove(names)
+	files := slices.Collect(maps.Values(f.files))
+	clear(f.files)
+	f.remove(files)
 }
 
 // Close implements Memory.
@@ -180,7 +189,7 @@ func (f *fileMemory) Close() error {
 	if f.staging != nil {
 		errs = append(errs, f.staging.Free())
 	}
-	return errors.Join(append(errs, os.RemoveAll(f.directory))...)
+	return errors.Join(append(errs, f.folder.remove())...)
 }
 
 // fileHandler copies to files (store) or back.
@@ -194,7 +203,7 @@ type fileTransfer struct {
 	*fileMemory
 	job   *Job
 	store bool
-	names []string // by block
+	files []*blockFile // by block; nil: there is none
 	end   device.Point
 	// arrived and err belong to the groups until end; left is the number of those. mu guards
 	// them.
@@ -226,12 +235,7 @@ func (h fileHandler) Start(job *Job) (Transfer, []int, error) {
 	}
 	t := &fileTransfer{fileMemory: f, job: job, store: h.store, end: end, arrived: make([]bool, len(job.Blocks)), class: job.Priority}
 	for i := range job.Blocks {
-		k := job.Blocks[i].Key
-		if h.store {
-			f.last++
-			f.names[k] = fmt.Sprintf("%x-%d", k[:8], f.last)
-		}
-		t.names = append(t.names, f.names[k])
+		t.files = append(t.files, f.begin(job.Blocks[i].Key, h.store))
 	}
 	for i := 0; i < len(job.Blocks); i += f.perBuffer {
 		g := &group{transfer: t, first: i, n: min(f.perBuffer, len(job.Blocks)-i)}
@@ -246,7 +250,19 @@ func (h fileHandler) Start(job *Job) (Transfer, []int, error) {
 	return t, nil, nil
 }
 
-// pump begins groups as long as there are buffers. mu is held.
+// begin returns the file of a key, for a store or a load that begins; nil: a load finds none. mu
+// is held.
+func (f *fileMemory) begin(k kvcache.Key, store bool) *blockFile {
+	if store {
+		f.last++
+		f.files[k] = &blockFile{name: fmt.Sprintf("%x-%d", k[:8], f.last)}
+	} else if f.files[k] != nil {
+		f.files[k].readers++
+	}
+	return f.files[k]
+}
+
+// pump begins groups as long as there are buffers. mu is held, but not throughout.
 func (f *fileMemory) pump() {
 	for len(f.idle) > 0 && len(f.loads)+len(f.stores) > 0 {
 		from := &f.loads
@@ -257,10 +273,14 @@ func (f *fileMemory) pump() {
 		*from = slices.Delete(*from, 0, 1)
 		g.buffer = f.idle[len(f.idle)-1]
 		f.idle = f.idle[:len(f.idle)-1]
+		var err error
 		if g.transfer.store {
-			f.copyGroup(g, g.indices(), f.writeFiles)
-		} else if !f.execute("read kv files", func() { f.readFiles(g) }) {
-			f.finishGroup(g, device.ErrClosed)
+			err = f.copyGroup(g, g.indices(), f.writeFiles)
+		} else {
+			err = f.execute("read kv files", func(err error) { f.readFiles(g, err) })
+		}
+		if err != nil {
+			f.end(g, err)
 		}
 	}
 }
@@ -280,8 +300,9 @@ func (f *fileMemory) slot(g *group, block int) int64 {
 }
 
 // copyGroup copies blocks between the GPU and the group's buffer, and then has a stream call
-// next. mu is held.
-func (f *fileMemory) copyGroup(g *group, blocks []int, next func(*group)) {
+// next. With an error nothing is copied any more, and next is not called. mu is held, but not
+// while it waits for a copy whose end cannot be watched.
+func (f *fileMemory) copyGroup(g *group, blocks []int, next func(*group, error)) error {
 	t := g.transfer
 	var pieces []transfer.Piece
 	for _, i := range blocks {
@@ -298,29 +319,34 @@ func (f *fileMemory) copyGroup(g *group, blocks []int, next func(*group)) {
 	})
 	if err != nil {
 		g.buffer.copied.Value--
-		f.finishGroup(g, err)
-		return
+		return err
 	}
 	t.tickets = append(t.tickets, g.ticket)
-	s := f.streams[f.next]
-	f.next = (f.next + 1) % len(f.streams)
-	work := device.Work{Name: "kv files copied", Host: true, Run: func(device.Access) error { next(g); return nil }, Failed: func(error) { next(g) }}
-	// Where the end cannot be watched the stream waits for it.
-	if reached, err := s.Watch(g.ticket.End(), work); err != nil {
-		f.finishGroup(g, err)
-	} else if reached {
-		_ = s.Execute(work)
+	s := f.stream()
+	work := device.Work{
+		Name: "kv files copied", Host: true, Failed: func(err error) { next(g, err) },
+		Run: func(device.Access) error { next(g, nil); return nil },
 	}
+	reached, err := s.Watch(g.ticket.End(), work)
+	if reached {
+		err = s.Execute(work)
+	}
+	if err != nil {
+		f.mu.Unlock()
+		_ = g.ticket.End().Wait(context.Background()) // until then the buffer is the copy's
+		f.mu.Lock()
+	}
+	return err
 }
 
 // writeFiles runs on a stream when blocks are in the buffer.
-func (f *fileMemory) writeFiles(g *group) {
+func (f *fileMemory) writeFiles(g *group, err error) {
 	t := g.transfer
-	err := g.ticket.Err()
+	err = errors.Join(err, g.ticket.Err())
 	var written []int
 	if err == nil {
 		for _, i := range g.good {
-			if failed := f.writeFile(t.names[i], t.job.Blocks[i].Key, f.staging.Read(f.slot(g, i), f.env.BlockBytes)); failed != nil {
+			if failed := f.folder.write(t.files[i].name, t.job.Blocks[i].Key, f.staging.Read(f.slot(g, i), f.env.BlockBytes)); failed != nil {
 				err = errors.Join(err, failed)
 				continue
 			}
@@ -332,33 +358,47 @@ func (f *fileMemory) writeFiles(g *group) {
 	for _, i := range written {
 		t.arrived[i] = true
 	}
-	f.finishGroup(g, err)
+	f.end(g, err)
+	f.pump()
 }
 
 // readFiles runs on a stream.
-func (f *fileMemory) readFiles(g *group) {
+func (f *fileMemory) readFiles(g *group, err error) {
 	t := g.transfer
 	var read []int
-	var err error
-	for _, i := range g.indices() {
-		if failed := f.readFile(t.names[i], t.job.Blocks[i].Key, f.staging.Write(f.slot(g, i), f.env.BlockBytes)); failed != nil {
-			err = errors.Join(err, failed)
-			continue
+	if err == nil {
+		for _, i := range g.indices() {
+			if failed := f.readFile(t, i, f.staging.Write(f.slot(g, i), f.env.BlockBytes)); failed != nil {
+				err = errors.Join(err, failed)
+				continue
+			}
+			read = append(read, i)
 		}
-		read = append(read, i)
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	t.err = errors.Join(t.err, err)
-	if len(read) == 0 {
-		f.finishGroup(g, nil)
-		return
+	err = nil
+	if len(read) > 0 {
+		if err = f.copyGroup(g, read, f.loaded); err == nil {
+			return
+		}
 	}
-	f.copyGroup(g, read, f.loaded)
+	f.end(g, err)
+	f.pump()
 }
 
-// loaded runs on a stream when blocks of the buffer have been copied.
-func (f *fileMemory) loaded(g *group) {
+// readFile reads a block of a job.
+func (f *fileMemory) readFile(t *fileTransfer, block int, content []byte) error {
+	k := t.job.Blocks[block].Key
+	if t.files[block] == nil {
+		return fmt.Errorf("no file of key %x", k[:8])
+	}
+	return f.folder.read(t.files[block].name, k, content)
+}
+
+// loaded runs on a stream when blocks of the buffer have been copied, whatever became of the stream.
+func (f *fileMemory) loaded(g *group, _ error) {
 	t := g.transfer
 	part := Job{}
 	for _, i := range g.good {
@@ -370,21 +410,22 @@ func (f *fileMemory) loaded(g *group) {
 	for i, ok := range landed {
 		t.arrived[g.good[i]] = ok
 	}
-	f.finishGroup(g, g.ticket.Err())
+	f.end(g, g.ticket.Err())
+	f.pump()
 }
 
-// finishGroup gives the buffer to the next group, and ends the job with its last one. mu is
-// held.
-func (f *fileMemory) finishGroup(g *group, err error) {
+// end ends a group, which nothing reads or writes any more: its buffer is free for the next one,
+// and the job ends with its last one. mu is held.
+func (f *fileMemory) end(g *group, err error) {
 	t := g.transfer
 	t.err = errors.Join(t.err, err)
 	f.idle = append(f.idle, g.buffer)
-	if t.left--; t.left == 0 {
-		if err := t.end.Fence.Signal(t.end.Value); err != nil {
-			t.err = errors.Join(t.err, err)
-		}
+	if t.left--; t.left > 0 {
+		return
 	}
-	f.pump()
+	if err := t.end.Fence.Signal(t.end.Value); err != nil {
+		t.err = errors.Join(t.err, err, t.end.Fence.Fail(t.end.Value, err)) // the job ends nevertheless
+	}
 }
 
 // Ends implements Transfer.
@@ -405,75 +446,22 @@ func (t *fileTransfer) Result() ([]bool, error) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.points.put(t.end)
-	if t.store {
-		// What was dropped meanwhile is not needed.
-		var names []string
-		for i, ok := range t.arrived {
-			if ok && t.names[i] != t.fileMemory.names[t.job.Blocks[i].Key] {
-				names = append(names, t.names[i])
-				t.arrived[i] = false
-			}
+	var gone []*blockFile
+	for i, file := range t.files {
+		switch {
+		case file == nil:
+			continue
+		case !t.store:
+			file.readers--
+		case file.dropped && t.arrived[i]: // meanwhile: it is not needed
+			t.arrived[i] = false
+		default:
+			continue
 		}
-		t.remove(names)
+		if file.dropped {
+			gone = append(gone, file)
+		}
 	}
+	t.remove(gone)
 	return t.arrived, t.err
-}
-
-// The header of a file: magic, key, checksum of the content. All numbers are little-endian.
-const (
-	fileMagic   = "moeKVb1\n"
-	headerBytes = len(fileMagic) + 32 + 4
-)
-
-var castagnoli = crc32.MakeTable(crc32.Castagnoli)
-
-func fileHeader(k kvcache.Key, content []byte) []byte {
-	h := append([]byte(fileMagic), k[:]...)
-	return binary.LittleEndian.AppendUint32(h, crc32.Checksum(content, castagnoli))
-}
-
-// writeFile writes a block under another name first: a file of this name is whole.
-func (f *fileMemory) writeFile(name string, k kvcache.Key, content []byte) (err error) {
-	path := filepath.Join(f.directory, name)
-	file, err := os.OpenFile(path+".new", os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
-	if err != nil {
-		return err
-	}
-	_, err = file.Write(fileHeader(k, content))
-	if err == nil {
-		_, err = file.Write(content)
-	}
-	if err = errors.Join(err, file.Close()); err == nil {
-		err = os.Rename(path+".new", path)
-	}
-	if err != nil {
-		_ = os.Remove(path + ".new") // the first error is the one that matters
-	}
-	return err
-}
-
-// errDamaged: a file is not as it was written.
-var errDamaged = errors.New("the file is damaged")
-
-// readFile reads a block, and verifies it.
-func (f *fileMemory) readFile(name string, k kvcache.Key, content []byte) (err error) {
-	if name == "" {
-		return fmt.Errorf("no file of key %x", k[:8])
-	}
-	file, err := os.Open(filepath.Join(f.directory, name))
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, file.Close()) }()
-	header := make([]byte, headerBytes)
-	if _, err := io.ReadFull(file, header); err != nil {
-		return fmt.Errorf("%s: %w: %w", name, errDamaged, err)
-	}
-	if _, err := io.ReadFull(file, content); err != nil {
-		return fmt.Errorf("%s: %w: %w", name, errDamaged, err)
-	}
-	if !bytes.Equal(header, fileHeader(k, content)) {
-		return fmt.Errorf("%s: %w", name, errDamaged)
-	}
-	return nil
 }
