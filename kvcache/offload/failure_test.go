@@ -156,6 +156,50 @@ func TestLostBetween(t *testing.T) {
 	r.ok(r.tiers.Wait(t.Context())) // nothing is under way
 }
 
+// TestRefusedCopy: where a copy cannot even be started, what the tier has stays there, and is loaded
+// the next time. Of a store nothing is left.
+func TestRefusedCopy(t *testing.T) {
+	for _, c := range everyTier(t) {
+		if c.medium == offload.PeerGPU {
+			continue // a failure counts for the peer: what it has is lost
+		}
+		t.Run(c.name, func(t *testing.T) {
+			r := newRig(t, c.options)
+			s := r.sequence(1, "a", 8)
+			r.fill(s, 0, 8)
+			f, err := r.m.NewFence("closed")
+			r.ok(err)
+			r.ok(f.Close())
+			closed := device.Point{Fence: f, Value: 1 << 20}
+			r.tiers.Behind(closed)
+			r.store(s, 0, 8)
+			if got := r.stats(c.medium); got.Stored != 0 || got.Free != got.Capacity || r.blocks.Held() > 0 {
+				t.Errorf("%+v", got)
+			}
+			r.tiers.Behind()
+			r.store(s, 0, 8)
+			s.table.Release(false)
+			r.overwrite()
+			r.reserve(s)
+			r.logged()
+			r.tiers.Behind(closed)
+			if n, l := r.load(s, 0); n != 8 || l.Blocks != 0 || l.Err == nil {
+				t.Errorf("found %d, loaded %+v", n, l)
+			}
+			if got := r.stats(c.medium); got.LostBlocks != 0 || got.Evictable != 8 {
+				t.Errorf("%+v", got)
+			}
+			if log := r.logged(); !strings.Contains(log, "kv load incomplete") || strings.Contains(log, "has lost") {
+				t.Errorf("log: %s", log)
+			}
+			r.tiers.Behind()
+			if n, l := r.load(s, 0); n != 8 || l.Blocks != 8 || !r.right(s, 0, 8) {
+				t.Errorf("found %d, loaded %+v", n, l)
+			}
+		})
+	}
+}
+
 // TestDamagedFile: a block whose file is changed, cut or gone is lost, and no wrong byte is
 // loaded.
 func TestDamagedFile(t *testing.T) {

@@ -277,7 +277,9 @@ func (f *fileMemory) pump() {
 		if g.transfer.store {
 			err = f.copyGroup(g, g.indices(), f.writeFiles)
 		} else {
-			err = f.execute("read kv files", func(err error) { f.readFiles(g, err) })
+			if err = f.execute("read kv files", func(err error) { f.readFiles(g, err) }); err != nil {
+				err = fmt.Errorf("%w: %w", errRefused, err)
+			}
 		}
 		if err != nil {
 			f.end(g, err)
@@ -319,7 +321,7 @@ func (f *fileMemory) copyGroup(g *group, blocks []int, next func(*group, error))
 	})
 	if err != nil {
 		g.buffer.copied.Value--
-		return err
+		return fmt.Errorf("%w: %w", errRefused, err)
 	}
 	t.tickets = append(t.tickets, g.ticket)
 	s := f.stream()
@@ -335,8 +337,9 @@ func (f *fileMemory) copyGroup(g *group, blocks []int, next func(*group, error))
 		f.mu.Unlock()
 		_ = g.ticket.End().Wait(context.Background()) // until then the buffer is the copy's
 		f.mu.Lock()
+		return fmt.Errorf("%w: %w", errRefused, err)
 	}
-	return err
+	return nil
 }
 
 // writeFiles runs on a stream when blocks are in the buffer.
@@ -366,7 +369,9 @@ func (f *fileMemory) writeFiles(g *group, err error) {
 func (f *fileMemory) readFiles(g *group, err error) {
 	t := g.transfer
 	var read []int
-	if err == nil {
+	if err != nil {
+		err = fmt.Errorf("%w: %w", errRefused, err)
+	} else {
 		for _, i := range g.indices() {
 			if failed := f.readFile(t, i, f.staging.Write(f.slot(g, i), f.env.BlockBytes)); failed != nil {
 				err = errors.Join(err, failed)

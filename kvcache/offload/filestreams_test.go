@@ -136,6 +136,9 @@ func (r *rig) failingStreams(during string, blocks int, arm func(bool)) {
 		if len(l) != 1 || (l[0].Blocks < n) != (l[0].Err != nil) || !r.right(s, 0, l[0].Blocks) {
 			r.Errorf("loaded %+v of %d", l, n)
 		}
+		if m, _ := r.tiers.Lookup(s.keys, 0, blocks*blockTokens); m != n {
+			r.Errorf("found %d of %d blocks after a stream has failed, not they", m, n)
+		}
 	}
 	arm(false)
 	if idle, all := r.tiers.IdleBuffers(); idle != all {

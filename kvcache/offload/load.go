@@ -109,19 +109,22 @@ func (t *Tiers) startLoad(l *load, keys []kvcache.Key, from int) {
 			}
 		}
 		missing = rest
-		for _, i := range t.startPart(l, level, here, from) {
+		refused, err := t.startPart(l, level, here, from)
+		for _, i := range refused {
 			// The medium cannot read it: perhaps the next tier can.
-			level.lose(here[i].key)
+			if err == nil {
+				level.lose(here[i].key)
+			}
 			missing = append(missing, here[i])
 		}
 	}
 }
 
 // startPart starts to load blocks from one tier, which has them all, and returns those that
-// it refuses. mu is held.
-func (t *Tiers) startPart(l *load, level *level, of []wanted, from int) (refused []int) {
+// it refuses: without an error since the medium does not have them any more. mu is held.
+func (t *Tiers) startPart(l *load, level *level, of []wanted, from int) (refused []int, err error) {
 	if len(of) == 0 {
-		return nil
+		return nil, nil
 	}
 	keys := make([]kvcache.Key, len(of))
 	for i, w := range of {
@@ -142,13 +145,14 @@ func (t *Tiers) startPart(l *load, level *level, of []wanted, from int) (refused
 		job.Blocks = append(job.Blocks, b)
 		p.blocks = append(p.blocks, w.blocks)
 	}
-	run, refused, _ := t.start(route{level.Name, GPU}, job, p)
+	run, refused, err := t.start(route{level.Name, GPU}, job, p)
+	l.err = errors.Join(l.err, err)
 	t.completeLoad(level, account, refused, false)
 	if run != nil {
 		l.left++
 		level.counts.loading(run.bytes(), t.o.Machine.Now())
 	}
-	return refused
+	return refused, err
 }
 
 // completeLoad completes these blocks of a load in a tier's account, the last one first: so
@@ -202,9 +206,12 @@ func (l *level) loseRead(account tier.Load, blocks []int) {
 	}
 }
 
+// errRefused marks errors of streams and links that refuse work, which say nothing of blocks.
+var errRefused = errors.New("not copied")
+
 // notStarted reports whether an error says nothing of what was to be read.
 func notStarted(err error) bool {
-	return errors.Is(err, transfer.ErrCanceled) || errors.Is(err, transfer.ErrAfter)
+	return errors.Is(err, errRefused) || errors.Is(err, transfer.ErrCanceled) || errors.Is(err, transfer.ErrAfter)
 }
 
 // loaded ends a load. mu is held.

@@ -54,8 +54,9 @@ type Memory interface {
 // Handler starts the transfers from one medium to another: one of them is the GPU.
 type Handler interface {
 	// Start starts to copy the blocks of a job and returns at once. Those that it refuses, by
-	// their index and in ascending order, are not copied; the error is why. Where it refuses
-	// all, there is no Transfer. The job is not changed any more.
+	// their index and in ascending order, are not copied; the error is why. A load without an
+	// error refuses those that the medium does not have: they are lost. Where it refuses all,
+	// there is no Transfer. The job is not changed any more.
 	Start(job *Job) (t Transfer, refused []int, err error)
 }
 
