@@ -181,7 +181,8 @@ func startTenant(t *testing.T) *tenant {
 	if *on == "cpu" {
 		return &tenant{}
 	}
-	cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestGPUTenant$", "-test.v", "-peer", *peer)
+	// The test's context ends before its cleanup does, which lets the process end by itself.
+	cmd := exec.CommandContext(context.WithoutCancel(t.Context()), os.Args[0], "-test.run=^TestGPUTenant$", "-test.v", "-peer", *peer)
 	cmd.Env, cmd.Stderr = append(os.Environ(), tenantVariable+"=1"), os.Stderr
 	in, err := cmd.StdinPipe()
 	if err != nil {
