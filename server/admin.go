@@ -6,6 +6,8 @@ import (
 	"maps"
 	"net"
 	"net/http"
+	"net/url"
+	"slices"
 	"strconv"
 	"strings"
 )
@@ -38,26 +40,54 @@ func (s *Server) harvest(w *response, r *http.Request) error {
 	if m.Harvest == nil {
 		return &Error{Status: http.StatusNotFound, Type: invalidRequest, Message: "this server borrows no memory of other GPUs"}
 	}
+	if _, err := flags(r); err != nil {
+		return err
+	}
 	m.Harvest.ServeHTTP(w, r)
 	return nil
 }
 
 // resetPrefixCache drops cached prefixes and, with reset_external=true, those of other tiers. Its
-// parameter and response, a status without a body, are vLLM's.
+// parameters and response, a status without a body, are vLLM's. What requests that run have is not
+// found by later ones in any case, so reset_running_requests, for which vLLM preempts them, changes
+// nothing.
 func (s *Server) resetPrefixCache(w *response, r *http.Request) error {
+	const external = "reset_external"
 	m, err := s.current()
 	if err != nil {
 		return err
 	}
-	external := false
-	if v := r.URL.Query().Get("reset_external"); v != "" {
-		if external, err = strconv.ParseBool(v); err != nil {
-			return badRequest("reset_external", "invalid_value", "Invalid value for 'reset_external': it must be true or false.")
-		}
+	set, err := flags(r, external, "reset_running_requests")
+	if err != nil {
+		return err
 	}
-	m.Engine.ResetPrefixCache(external)
+	m.Engine.ResetPrefixCache(set[external])
 	w.WriteHeader(http.StatusOK)
 	return nil
+}
+
+// flags parses the parameters of a request's URL, which are true or false. One that is unknown is an
+// error: who misspells it would take the response for success.
+func flags(r *http.Request, known ...string) (map[string]bool, error) {
+	query, err := url.ParseQuery(r.URL.RawQuery)
+	if err != nil {
+		return nil, badRequest("", "invalid_value", "The URL's query is invalid: %s.", truncate(err.Error()))
+	}
+	set := map[string]bool{}
+	for _, name := range slices.Sorted(maps.Keys(query)) {
+		if !slices.Contains(known, name) {
+			these := "there are none here"
+			if len(known) > 0 {
+				these = "those of this URL are " + strings.Join(known, " and ")
+			}
+			return nil, badRequest(truncate(name), "unknown_parameter", "Unrecognized URL parameter supplied: %s; %s.", truncate(name), these)
+		}
+		value := query[name]
+		if set[name], err = strconv.ParseBool(value[0]); err != nil || len(value) > 1 {
+			return nil, badRequest(name, "invalid_value", "Invalid value for '%s': it must be true or false, once.", name)
+		}
+	}
+	return set, nil
 }
 
 // maxAdmins is the maximum of connections to the admin address.

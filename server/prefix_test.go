@@ -66,6 +66,38 @@ func TestCachedPrefixes(t *testing.T) {
 	}
 }
 
+// TestAdminParameters: a parameter of an operator's URL that is misspelled, or has no value, is an
+// error and changes nothing.
+func TestAdminParameters(t *testing.T) {
+	h := start(t, options{server: server.Options{Admin: true}})
+	const prompt = "recall: n=75 x=01 l=36 r=56; n="
+	body := completionBody(fmt.Sprintf("%q", prompt), "")
+	h.post(completionsPath, body)
+	for query, want := range map[string]struct{ param, message string }{
+		"reset_extrnal=true":                       {"reset_extrnal", "reset_extrnal; those of this URL are reset_external and reset_running_requests"},
+		"reset_external":                           {"reset_external", "true or false"},
+		"reset_external=":                          {"reset_external", "true or false"},
+		"reset_external=maybe":                     {"reset_external", "true or false"},
+		"reset_external=true&reset_external=false": {"reset_external", "once"},
+		"reset_running_requests=7":                 {"reset_running_requests", "true or false"},
+		"reset_external=%zz":                       {"", "invalid"},
+	} {
+		a := h.send(http.MethodPost, "/reset_prefix_cache?"+query, "")
+		message, _, param, _ := failed(t, a)
+		if a.status != http.StatusBadRequest || param != want.param || !strings.Contains(message, want.message) {
+			t.Errorf("%s: %d %s", query, a.status, a.body)
+		}
+	}
+	if got := *decode[reply](t, h.post(completionsPath, body)).Usage.Details.CachedTokens; got != 16 {
+		t.Errorf("%d cached tokens: bad requests have reset the cache", got)
+	}
+	for _, query := range []string{"reset_external=true", "reset_external=False&reset_running_requests=True", "reset_running_requests=1"} {
+		if a := h.send(http.MethodPost, "/reset_prefix_cache?"+query, ""); a.status != http.StatusOK {
+			t.Errorf("%s: %d %s", query, a.status, a.body)
+		}
+	}
+}
+
 // Only operators reset the prefix cache.
 func TestResetPrefixCacheIsForOperators(t *testing.T) {
 	h := start(t, options{})

@@ -93,7 +93,7 @@ var endpoints = map[string]string{
 	"/debug/kv":            "GET: where KV blocks are ([fields](json.md#debugresidency), those of `kv`)",
 	"/debug/events":        "GET: changes of that, as server-sent events ([fields](json.md#debugevents))",
 	"/harvest/reclaim":     "POST: releases borrowed memory of a GPU; only on `--admin-address` ([peers](../guide/peers.md#a-process-that-needs-more))",
-	"/reset_prefix_cache":  "POST: drops the cached prefixes that no running request uses, with `?reset_external=true` those of other tiers, too (vLLM); only on `--admin-address`",
+	"/reset_prefix_cache":  "POST: drops the cached prefixes that no running request uses, with `?reset_external=true` those of other tiers, too (vLLM; `reset_running_requests` is accepted and changes nothing, as what running requests have is not found after a reset); only on `--admin-address`",
 	"/harvest/borrowed":    "GET: what is borrowed of each GPU; only on `--admin-address`",
 }
 
