@@ -211,7 +211,7 @@ var Schema = []Key{
 	},
 	{
 		Name: "kv-offloading-backend", Kind: String, Default: "native", Allowed: []string{"native"}, Rare: true, Commands: onRequest,
-		Help: "what keeps KV blocks of --kv-offloading-size; native: moeserve itself",
+		Help: "what keeps KV blocks of --kv-offloading-size, which it needs; native: moeserve itself",
 	},
 	{
 		Name: "kv-offloading-size", Kind: Float, Default: 0.0, Unit: "GiB", Max: 1 << 20, Commands: onRequest,
@@ -219,7 +219,7 @@ var Schema = []Key{
 	},
 	{
 		Name: "kv-transfer-config", Kind: String, Default: "", Placeholder: "JSON", Rare: true, Commands: onRequest,
-		Help: "KV tiers as vLLM's option has them: an OffloadingConnector with kv_connector_extra_config (num_cpu_blocks, num_gpu_blocks, dest_gpu_id, eviction_policy, ...)",
+		Help: "KV tiers as vLLM's option has them: an OffloadingConnector with kv_connector_extra_config (num_cpu_blocks or cpu_bytes_to_use, num_gpu_blocks, dest_gpu_id, eviction_policy, ...)",
 	},
 	{
 		Name: "max-num-seqs", Kind: Int, Default: 64, Unit: "sequences", Min: 1, Max: 1 << 16, Commands: onSeqs,

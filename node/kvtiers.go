@@ -15,14 +15,24 @@ import (
 // slabKVBlocks is the number of KV blocks of a slab where no size is set.
 const slabKVBlocks = 16
 
-// kvTiers is the configuration of KV tiers by the settings.
-func kvTiers(s *configs.Settings) (c offload.Config, err error) {
+// kvTiers is the configuration of KV tiers by the settings; given says which are set
+// explicitly.
+func kvTiers(s *configs.Settings, given func(key string) bool) (c offload.Config, err error) {
+	const backend, sized = "kv-offloading-backend", "kv-offloading-size"
+	if given(backend) && !given(sized) && s.KV.TransferConfig == "" {
+		return c, fmt.Errorf("--%s is set, and --%s is not, so no KV block would be kept; set it to the GiB of host memory for KV blocks", backend, sized)
+	}
 	if s.KV.TransferConfig != "" {
 		if c, err = offload.ParseTransferConfig([]byte(s.KV.TransferConfig)); err != nil {
 			return c, err
 		}
 	}
-	c.CPUBytes = int64(s.KV.OffloadingSize * (1 << 30))
+	if size := int64(s.KV.OffloadingSize * (1 << 30)); size > 0 {
+		if c.CPUBytes > 0 && c.CPUBytes != size {
+			return c, fmt.Errorf("--%s is %d bytes, and cpu_bytes_to_use of --kv-transfer-config %d; set one of them", sized, size, c.CPUBytes)
+		}
+		c.CPUBytes = size
+	}
 	if !c.Enabled() && s.KV.TransferConfig == "" {
 		return c, nil
 	}

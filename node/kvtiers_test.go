@@ -36,6 +36,12 @@ func TestKVTierSettings(t *testing.T) {
 		"not a multiple": {func(s *configs.Settings) {
 			s.KV.TransferConfig = `{"kv_connector_extra_config": {"num_cpu_blocks": 8, "block_size": 24}}`
 		}, "block_size is 24 tokens"},
+		"two sizes": {func(s *configs.Settings) {
+			s.KV.OffloadingSize, s.KV.TransferConfig = 0.25, `{"kv_connector_extra_config": {"cpu_bytes_to_use": 1e6}}`
+		}, "--kv-offloading-size is 268435456 bytes, and cpu_bytes_to_use of --kv-transfer-config 1000000"},
+		"size in bytes and blocks": {func(s *configs.Settings) {
+			s.KV.OffloadingSize, s.KV.TransferConfig = 0.25, `{"kv_connector_extra_config": {"num_cpu_blocks": 8}}`
+		}, "and num_cpu_blocks both set the size"},
 		"attention on the CPU": {func(s *configs.Settings) {
 			s.Batch.Attention, s.KV.OffloadingSize = configs.OnCPU, 0.01
 		}, "use --attention gpu"},
@@ -50,6 +56,45 @@ func TestKVTierSettings(t *testing.T) {
 			}
 			if !errors.Is(err, fault.ErrConfig) || !strings.Contains(err.Error(), x.want) {
 				t.Errorf("%v; want %q", err, x.want)
+			}
+		})
+	}
+}
+
+// TestKVOffloadingBackend: a backend without a size is an error, and a size is one of bytes however it
+// is given.
+func TestKVOffloadingBackend(t *testing.T) {
+	for name, x := range map[string]struct {
+		given  []string
+		size   float64
+		config string
+		blocks int // 0: an error
+	}{
+		"alone":                     {[]string{"kv-offloading-backend"}, 0, "", 0},
+		"with a size":               {[]string{"kv-offloading-backend", "kv-offloading-size"}, 0.001, "", 21},
+		"with a configuration":      {[]string{"kv-offloading-backend", "kv-transfer-config"}, 0, `{"kv_connector_extra_config": {"cpu_bytes_to_use": 491520}}`, 10},
+		"with a size of 0, or none": {[]string{"kv-offloading-backend", "kv-offloading-size"}, 0, "", -1},
+		"the same size twice":       {[]string{"kv-offloading-size", "kv-transfer-config"}, 1.0 / 1024, `{"kv_connector_extra_config": {"cpu_bytes_to_use": 1048576}}`, 21},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := configs.Defaults()
+			s.KV.OffloadingSize, s.KV.TransferConfig = x.size, x.config
+			n, err := node.Open(t.Context(), node.Options{Settings: s, Explicit: func(key string) bool { return slices.Contains(x.given, key) }})
+			if x.blocks == 0 {
+				if err == nil || !errors.Is(err, fault.ErrConfig) || !strings.Contains(err.Error(), "--kv-offloading-size is not") {
+					t.Error(err)
+				}
+				return
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			blocks := -1
+			for _, tier := range n.Observe().KVTiers().Tiers {
+				blocks = tier.CapacityBlocks
+			}
+			if err := n.Close(); err != nil || blocks != x.blocks {
+				t.Errorf("%d blocks, want %d: %v", blocks, x.blocks, err)
 			}
 		})
 	}

@@ -89,12 +89,15 @@ func (o Options) EnsureDefaults() Options {
 func (o *Options) Validate() error { return fault.Of(fault.ErrConfig, o.Settings.Validate()) }
 
 // explicit returns which settings are set explicitly.
-func (o *Options) explicit() planning.Explicit {
+func (o *Options) explicit() planning.Explicit { return planning.ExplicitIn(o.given()) }
+
+// given is Explicit, or its default.
+func (o *Options) given() func(key string) bool {
 	if o.Explicit != nil {
-		return planning.ExplicitIn(o.Explicit)
+		return o.Explicit
 	}
 	values, defaults := o.Settings.Values(), configs.Defaults().Values()
-	return planning.ExplicitIn(func(key string) bool { return values[key] != defaults[key] })
+	return func(key string) bool { return values[key] != defaults[key] }
 }
 
 // Info describes a node. It does not change.

@@ -56,7 +56,7 @@ func newSetup(o *Options, model *checkpoint.Model) (_ *setup, err error) {
 		}
 	}
 	u := &setup{o: o, settings: o.Settings, model: model}
-	if u.kvTiers, err = kvTiers(s); err != nil {
+	if u.kvTiers, err = kvTiers(s, o.given()); err != nil {
 		return nil, fault.Of(fault.ErrConfig, err)
 	}
 	if u.devices, err = devices.Open(devices.Options{
@@ -260,7 +260,7 @@ func (u *setup) fit() (sizing.KVFit, error) {
 	}
 	var misfit *sizing.MisfitError
 	if room, ok := u.needs.KVTierRoom(); ok && errors.As(err, &misfit) && misfit.Space == device.Host.String() {
-		misfit.Advice = fmt.Sprintf("lower --kv-offloading-size, or num_cpu_blocks of --kv-transfer-config: there is room for %s", sizing.Bytes(room))
+		misfit.Advice = fmt.Sprintf("lower --kv-offloading-size, or num_cpu_blocks or cpu_bytes_to_use of --kv-transfer-config: there is room for %s", sizing.Bytes(room))
 		return fit, err
 	}
 	a, adviceErr := u.advice()

@@ -132,7 +132,7 @@ func benchPrefix(ctx context.Context, s *streams, set *settings, o *prefixOption
 	if err != nil {
 		return err
 	}
-	for _, key := range []string{"enable-prefix-caching", "kv-offloading-size", "kv-transfer-config"} {
+	for _, key := range []string{"enable-prefix-caching", "kv-offloading-backend", "kv-offloading-size", "kv-transfer-config"} {
 		if set.given(key) {
 			return usagef("--%s is what --places sets, for each place its own; leave it out", key)
 		}

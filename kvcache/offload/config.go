@@ -35,8 +35,8 @@ type Config struct {
 	// (num_cpu_blocks) of that in pinned host memory, FileBlocks (num_file_blocks) of that in
 	// files; all in blocks of the tiers.
 	GPUBlocks, CPUBlocks, FileBlocks int
-	// CPUBytes (--kv-offloading-size, there in GiB) is the size in host memory in bytes,
-	// in place of CPUBlocks.
+	// CPUBytes (cpu_bytes_to_use, or --kv-offloading-size, there in GiB) is the size in host
+	// memory in bytes, in place of CPUBlocks.
 	CPUBytes int64
 	// DestGPUs (dest_gpu_id) are the peers that hold the tier. Default: all of harvest's.
 	DestGPUs []int
@@ -44,8 +44,17 @@ type Config struct {
 	// (block_size_factor) how many blocks of the GPU it holds: only one need be set. Default: 1
 	// block.
 	BlockTokens, BlockFactor int
-	// EvictionPolicy (eviction_policy) is lru or arc. Default: lru.
+	// EvictionPolicy (eviction_policy) is the name of a policy that package tier knows: lru, arc,
+	// or a registered one. Default: lru.
 	EvictionPolicy string
+	// StorePolicy (store_policy) and LoadPolicy (load_policy) are names of registered policies.
+	// Defaults: StoreFilled, or StoreReused with a StoreThreshold above 1; LoadCost.
+	StorePolicy, LoadPolicy string
+	// StoreThreshold (store_threshold) and MaxTrackerSize (max_tracker_size) are for StoreReused:
+	// the number of sequences that must have had a block, and how many blocks at least are
+	// remembered.
+	// Defaults: 2 and 64,000.
+	StoreThreshold, MaxTrackerSize int
 	// Directory (directory) of the files. A new folder in it is removed by Close, or, where the
 	// process is killed, by the next one that uses the directory.
 	Directory string
@@ -63,6 +72,14 @@ func (c Config) EnsureDefaults() Config {
 	}
 	if c.EvictionPolicy == "" {
 		c.EvictionPolicy = tier.PolicyLRU
+	}
+	if c.StorePolicy == "" {
+		if c.StorePolicy = StoreFilled; c.StoreThreshold > 1 {
+			c.StorePolicy = StoreReused
+		}
+	}
+	if c.LoadPolicy == "" {
+		c.LoadPolicy = LoadCost
 	}
 	return c
 }
@@ -87,6 +104,8 @@ func (c Config) validateValues() error {
 		{"num_file_blocks", c.FileBlocks},
 		{"block_size", c.BlockTokens},
 		{"block_size_factor", c.BlockFactor},
+		{"store_threshold", c.StoreThreshold},
+		{"max_tracker_size", c.MaxTrackerSize},
 	} {
 		if f.value < 0 {
 			return fmt.Errorf("%s is %d; it must be positive", f.key, f.value)
@@ -94,11 +113,13 @@ func (c Config) validateValues() error {
 	}
 	switch {
 	case c.CPUBytes < 0:
-		return fmt.Errorf("--kv-offloading-size is %d bytes; it must be positive", c.CPUBytes)
+		return fmt.Errorf("%s is %d bytes; it must be positive", cpuBytesNames, c.CPUBytes)
 	case c.CPUBytes > 0 && c.CPUBlocks > 0:
-		return errors.New("--kv-offloading-size and num_cpu_blocks both set the size in host memory; set one of them")
-	case c.EvictionPolicy != tier.PolicyLRU && c.EvictionPolicy != tier.PolicyARC:
-		return fmt.Errorf("eviction_policy is %q; it must be %q or %q", c.EvictionPolicy, tier.PolicyLRU, tier.PolicyARC)
+		return fmt.Errorf("%s and num_cpu_blocks both set the size in host memory; set one of them", cpuBytesNames)
+	case !slices.Contains(tier.Policies(), c.EvictionPolicy):
+		return fmt.Errorf("eviction_policy is %q; it must be one of %s", c.EvictionPolicy, strings.Join(tier.Policies(), ", "))
+	case c.StoreThreshold > 1 && slices.Contains([]string{StoreFilled, StoreReleased, StorePreempted}, c.StorePolicy):
+		return fmt.Errorf("store_threshold is %d, and store_policy %s has none; use store_policy %s, or remove one of them", c.StoreThreshold, c.StorePolicy, StoreReused)
 	case len(c.DestGPUs) > 0 && c.GPUBlocks == 0:
 		return errors.New("dest_gpu_id names a peer, and num_gpu_blocks is not set; set it to the peer tier's size")
 	case c.Directory != "" && c.FileBlocks == 0:
@@ -111,9 +132,36 @@ func (c Config) validateValues() error {
 			return fmt.Errorf("durability of %s is %q; it must be %q or %q", medium, d, Backed, Lossy)
 		}
 	}
-	_, err := findSpec(c.SpecName)
+	if _, err := specs.find(c.SpecName); err != nil {
+		return err
+	}
+	_, _, err := c.policies()
 	return err
 }
+
+// policies makes the policies of stores and loads.
+func (c Config) policies() (StorePolicy, LoadPolicy, error) {
+	newStore, err := storePolicies.find(c.StorePolicy)
+	if err != nil {
+		return nil, nil, err
+	}
+	newLoad, err := loadPolicies.find(c.LoadPolicy)
+	if err != nil {
+		return nil, nil, err
+	}
+	store, err := newStore(c)
+	if err != nil {
+		return nil, nil, fmt.Errorf("store_policy %s: %w", c.StorePolicy, err)
+	}
+	load, err := newLoad(c)
+	if err != nil {
+		return nil, nil, fmt.Errorf("load_policy %s: %w", c.LoadPolicy, err)
+	}
+	return store, load, nil
+}
+
+// cpuBytesNames are the settings that set Config.CPUBytes, for errors.
+const cpuBytesNames = "--kv-offloading-size (or cpu_bytes_to_use)"
 
 // factor is the number of the GPU's blocks in a tier's block.
 func (c Config) factor(blockTokens int) (int, error) {
@@ -164,17 +212,22 @@ var extraKeys = map[string]func(*Config) any{
 	"spec_name":         func(c *Config) any { return &c.SpecName },
 	"num_gpu_blocks":    func(c *Config) any { return &c.GPUBlocks },
 	"num_cpu_blocks":    func(c *Config) any { return &c.CPUBlocks },
+	"cpu_bytes_to_use":  func(c *Config) any { return (*byteCount)(&c.CPUBytes) },
 	"num_file_blocks":   func(c *Config) any { return &c.FileBlocks },
 	"dest_gpu_id":       func(c *Config) any { return (*gpuList)(&c.DestGPUs) },
 	"block_size":        func(c *Config) any { return &c.BlockTokens },
 	"block_size_factor": func(c *Config) any { return &c.BlockFactor },
 	"eviction_policy":   func(c *Config) any { return &c.EvictionPolicy },
+	"store_policy":      func(c *Config) any { return &c.StorePolicy },
+	"store_threshold":   func(c *Config) any { return &c.StoreThreshold },
+	"max_tracker_size":  func(c *Config) any { return &c.MaxTrackerSize },
+	"load_policy":       func(c *Config) any { return &c.LoadPolicy },
 	"directory":         func(c *Config) any { return &c.Directory },
 	"durability":        func(c *Config) any { return (*durabilities)(&c.Durability) },
 }
 
 // positiveKeys are sizes, which must be positive where they are given.
-var positiveKeys = []string{"num_gpu_blocks", "num_cpu_blocks", "num_file_blocks", "block_size", "block_size_factor"}
+var positiveKeys = []string{"num_gpu_blocks", "num_cpu_blocks", "num_file_blocks", "block_size", "block_size_factor", "max_tracker_size"}
 
 // ParseTransferConfig reads the JSON of --kv-transfer-config. Unknown keys, and values that
 // contradict each other, are errors that name them. It does not require a tier with a size,
@@ -220,6 +273,20 @@ func decode(text []byte, to any) error {
 	if _, err := d.Token(); !errors.Is(err, io.EOF) {
 		return errors.New("unexpected text behind the JSON value")
 	}
+	return nil
+}
+
+// byteCount is a number of bytes, also one with a fraction, which is left out, as scripts compute
+// it.
+type byteCount int64
+
+// UnmarshalJSON implements json.Unmarshaler.
+func (b *byteCount) UnmarshalJSON(text []byte) error {
+	var n float64
+	if err := json.Unmarshal(text, &n); err != nil || n < 1 || n >= 1<<62 {
+		return fmt.Errorf("it is %s; it must be a positive number of bytes", text)
+	}
+	*b = byteCount(n)
 	return nil
 }
 

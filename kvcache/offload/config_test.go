@@ -18,8 +18,14 @@ func TestParseTransferConfig(t *testing.T) {
 		`{"kv_connector_extra_config": {"num_gpu_blocks": 5, "num_cpu_blocks": 6, "num_file_blocks": 7, "directory": "/d", "dest_gpu_id": [1, 3], "durability": {"PEER_GPU": "lossy", "CPU": "backed"}}}`: {
 			GPUBlocks: 5, CPUBlocks: 6, FileBlocks: 7, Directory: "/d", DestGPUs: []int{1, 3}, Durability: map[string]Durability{PeerGPU: Lossy, CPU: Backed},
 		},
-		`{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}`: {},
-		`{"kv_connector_extra_config": {"eviction_policy": "arc"}}`:     {EvictionPolicy: "arc"}, // the size is in another setting
+		`{"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}`:                                     {},
+		`{"kv_connector_extra_config": {"spec_name": "CPUOffloadingSpec", "cpu_bytes_to_use": 4294967296}}`: {SpecName: CPUSpec, CPUBytes: 4 << 30},
+		`{"kv_connector_extra_config": {"cpu_bytes_to_use": 1e9}}`:                                          {CPUBytes: 1e9},
+		`{"kv_connector_extra_config": {"cpu_bytes_to_use": 1073741824.5}}`:                                 {CPUBytes: 1 << 30},
+		`{"kv_connector_extra_config": {"num_cpu_blocks": 8, "store_threshold": 3, "max_tracker_size": 100, "load_policy": "always"}}`: {
+			CPUBlocks: 8, StoreThreshold: 3, MaxTrackerSize: 100, LoadPolicy: "always",
+		},
+		`{"kv_connector_extra_config": {"eviction_policy": "arc"}}`: {EvictionPolicy: "arc"}, // the size is in another setting
 	} {
 		if got, err := ParseTransferConfig([]byte(text)); err != nil || !reflect.DeepEqual(got, want) || got.Enabled() != !reflect.DeepEqual(want, Config{}) {
 			t.Errorf("%s: %+v, %v", text, got, err)
@@ -43,21 +49,32 @@ func TestBadTransferConfig(t *testing.T) {
 		extra(`"num_cpu_blocks": 1.5`):       "num_cpu_blocks: json",
 		extra(`"num_cpu_blocks": 1, "x": 1`): `unknown key "x"`,
 		extra(`"num_file_blocks": 1`):        "directory is not",
-		extra(`"num_cpu_blocks": 1, "directory": "/d"`):                 "num_file_blocks is not",
-		extra(`"num_cpu_blocks": 1, "dest_gpu_id": 1`):                  "num_gpu_blocks is not set",
-		extra(`"num_gpu_blocks": 1, "dest_gpu_id": -1`):                 "GPU -1",
-		extra(`"num_gpu_blocks": 1, "dest_gpu_id": "one"`):              "number of a GPU",
-		extra(`"num_cpu_blocks": 1, "eviction_policy": "fifo"`):         `eviction_policy is "fifo"`,
-		extra(`"num_cpu_blocks": 1, "durability": "gone"`):              `is "gone"; it must be "backed" or "lossy"`,
-		extra(`"num_cpu_blocks": 1, "durability": {"DISK": "lossy"}`):   `unknown medium "DISK"`,
-		extra(`"num_cpu_blocks": 1, "durability": 3`):                   "durability: it must be",
-		extra(`"num_cpu_blocks": 1, "spec_name": "FileOffloadingSpec"`): "spec_name FileOffloadingSpec has no tier CPU, and num_cpu_blocks is set",
-		extra(`"num_gpu_blocks": 1, "spec_name": "CPUOffloadingSpec"`):  "num_gpu_blocks is set",
-		extra(`"spec_name": "CPUOffloadingSpec"`):                       "num_cpu_blocks is not set",
-		extra(`"spec_name": "TieredOffloadingSpec"`):                    "no tier has a size",
-		extra(`"num_cpu_blocks": 1, "spec_name": "OtherSpec"`):          `spec_name is "OtherSpec"; it must be one of CPUOffloadingSpec`,
-		extra(`"num_cpu_blocks": 1, "block_size": 0`):                   "block_size is 0",
-		extra(`"num_cpu_blocks": 1, "block_size_factor": -1`):           "block_size_factor is -1",
+		extra(`"num_cpu_blocks": 1, "directory": "/d"`):                              "num_file_blocks is not",
+		extra(`"num_cpu_blocks": 1, "dest_gpu_id": 1`):                               "num_gpu_blocks is not set",
+		extra(`"num_gpu_blocks": 1, "dest_gpu_id": -1`):                              "GPU -1",
+		extra(`"num_gpu_blocks": 1, "dest_gpu_id": "one"`):                           "number of a GPU",
+		extra(`"num_cpu_blocks": 1, "eviction_policy": "fifo"`):                      `eviction_policy is "fifo"`,
+		extra(`"num_cpu_blocks": 1, "durability": "gone"`):                           `is "gone"; it must be "backed" or "lossy"`,
+		extra(`"num_cpu_blocks": 1, "durability": {"DISK": "lossy"}`):                `unknown medium "DISK"`,
+		extra(`"cpu_bytes_to_use": 0`):                                               "cpu_bytes_to_use: it is 0; it must be a positive number of bytes",
+		extra(`"cpu_bytes_to_use": -1e9`):                                            "must be a positive number of bytes",
+		extra(`"cpu_bytes_to_use": 1e30`):                                            "must be a positive number of bytes",
+		extra(`"cpu_bytes_to_use": "4GiB"`):                                          `it is "4GiB"; it must be a positive number`,
+		extra(`"cpu_bytes_to_use": 1e9, "num_cpu_blocks": 7`):                        "cpu_bytes_to_use) and num_cpu_blocks both set",
+		extra(`"cpu_bytes_to_use": 1e9, "spec_name": "FileOffloadingSpec"`):          "cpu_bytes_to_use) is set; remove one of them",
+		extra(`"num_cpu_blocks": 1, "store_policy": "sometimes"`):                    `store_policy is "sometimes"; it must be one of`,
+		extra(`"num_cpu_blocks": 1, "load_policy": "sometimes"`):                     `load_policy is "sometimes"; it must be one of`,
+		extra(`"num_cpu_blocks": 1, "store_threshold": -1`):                          "store_threshold is -1",
+		extra(`"num_cpu_blocks": 1, "max_tracker_size": 0`):                          "max_tracker_size is 0; it must be positive",
+		extra(`"num_cpu_blocks": 1, "store_threshold": 2, "store_policy": "filled"`): "store_policy filled has none; use store_policy reused",
+		extra(`"num_cpu_blocks": 1, "durability": 3`):                                "durability: it must be",
+		extra(`"num_cpu_blocks": 1, "spec_name": "FileOffloadingSpec"`):              "spec_name FileOffloadingSpec has no tier CPU, and num_cpu_blocks is set",
+		extra(`"num_gpu_blocks": 1, "spec_name": "CPUOffloadingSpec"`):               "num_gpu_blocks is set",
+		extra(`"spec_name": "CPUOffloadingSpec"`):                                    "num_cpu_blocks is not set",
+		extra(`"spec_name": "TieredOffloadingSpec"`):                                 "no tier has a size",
+		extra(`"num_cpu_blocks": 1, "spec_name": "OtherSpec"`):                       `spec_name is "OtherSpec"; it must be one of CPUOffloadingSpec`,
+		extra(`"num_cpu_blocks": 1, "block_size": 0`):                                "block_size is 0",
+		extra(`"num_cpu_blocks": 1, "block_size_factor": -1`):                        "block_size_factor is -1",
 	} {
 		c, err := ParseTransferConfig([]byte(text))
 		if err == nil {
@@ -68,9 +85,9 @@ func TestBadTransferConfig(t *testing.T) {
 		}
 	}
 	for want, c := range map[string]Config{
-		"--kv-offloading-size and num_cpu_blocks": {CPUBytes: 1, CPUBlocks: 1},
-		"--kv-offloading-size is -1":              {CPUBytes: -1},
-		"no tier has a size":                      {EvictionPolicy: "arc"},
+		"--kv-offloading-size (or cpu_bytes_to_use) and num_cpu_blocks": {CPUBytes: 1, CPUBlocks: 1},
+		"cpu_bytes_to_use) is -1": {CPUBytes: -1},
+		"no tier has a size":      {EvictionPolicy: "arc"},
 	} {
 		if err := c.EnsureDefaults().Validate(); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%+v: %v, want an error with %q", c, err, want)

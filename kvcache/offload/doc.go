@@ -23,6 +23,9 @@
 // collects the transfers that have ended. A Spec makes the mediums of a Config; Register adds
 // one by name. So a new medium is one file: cpu.go is the smallest.
 //
+// Which blocks are stored, loaded and evicted is decided by policies of these names in the Config:
+// RegisterStorePolicy, RegisterLoadPolicy and tier.RegisterPolicy add some.
+//
 // A tier's block holds Factor blocks of the GPU, and its key is that of the last of them, which
 // covers the tokens of all before it. Only whole ones are stored; a part may be loaded.
 //

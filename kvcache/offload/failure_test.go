@@ -294,7 +294,7 @@ func TestBadOptions(t *testing.T) {
 		want    []string
 	}{
 		"host memory":       {rigOptions{config: offload.Config{CPUBlocks: 40}, machine: emulated.Options{Host: emulated.GPU{MemoryBytes: 32 << 10}}}, []string{"num_cpu_blocks", "out of memory"}},
-		"less than a block": {rigOptions{config: offload.Config{CPUBytes: 1000}}, []string{"--kv-offloading-size of 1000 bytes", "1024"}},
+		"less than a block": {rigOptions{config: offload.Config{CPUBytes: 1000}}, []string{"cpu_bytes_to_use) of 1000 bytes", "1024"}},
 		"block size":        {rigOptions{config: offload.Config{CPUBlocks: 4, BlockTokens: 6}}, []string{"block_size is 6", "--block-size"}},
 		"both sizes":        {rigOptions{config: offload.Config{CPUBlocks: 4, BlockTokens: 8, BlockFactor: 4}}, []string{"block_size", "block_size_factor"}},
 		"no tier":           {rigOptions{}, []string{"num_cpu_blocks"}},

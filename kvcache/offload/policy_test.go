@@ -165,38 +165,6 @@ func TestFactor(t *testing.T) {
 	}
 }
 
-// chosen stores what was released, and loads nothing.
-type chosen struct{ runs [][]offload.Part }
-
-func (c *chosen) Stores(medium string, why offload.Cause) bool {
-	return why != offload.Filled && medium == offload.CPU
-}
-
-func (c *chosen) Loads(run []offload.Part, costs int) int {
-	c.runs = append(c.runs, run)
-	return costs - 1
-}
-
-// TestPolicy: the caller's policy decides what is stored and loaded.
-func TestPolicy(t *testing.T) {
-	p := &chosen{}
-	r := newRig(t, rigOptions{config: offload.Config{GPUBlocks: 10, CPUBlocks: 10}, harvest: peers(), policy: p})
-	s := r.sequence(1, "a", 6)
-	r.fill(s, 0, 6)
-	r.store(s, 0, 6)
-	r.tiers.Store(s.keys, 0, s.table.Blocks()[:4], offload.Released)
-	r.settle()
-	if got := r.storedBlocks(); got != "PEER_GPU 0 CPU 4 " {
-		t.Error(got)
-	}
-	if n, wait := r.tiers.Lookup(s.keys, 0, 100); n != 0 || wait || len(p.runs) != 1 || p.runs[0][0].Blocks != 4 {
-		t.Errorf("found %d, wait %t, runs %+v", n, wait, p.runs)
-	}
-	if d := r.tiers.Decisions(); d.Computed != 1 || d.ComputedTokens != 16 {
-		t.Errorf("%+v", d)
-	}
-}
-
 // TestCosts: with measured steps a slow tier is not loaded from, and a fast one is.
 func TestCosts(t *testing.T) {
 	for rate, want := range map[float64]int{1e4: 0, 1e9: 8} {

@@ -29,7 +29,6 @@ type rigOptions struct {
 	machine  emulated.Options
 	harvest  *harvest.Options
 	config   offload.Config
-	policy   offload.Policy
 	patience time.Duration
 	limit    int
 	inHost   bool  // the pool is in host memory
@@ -114,7 +113,7 @@ func openRig(t testing.TB, o rigOptions) (*rig, error) {
 	}
 	r.tiers, err = offload.New(offload.Options{
 		Machine: r.m, Space: space, Pool: r.pool, Blocks: holds, Transfer: r.engine, Harvest: r.harvest,
-		Config: o.config, Policy: o.policy, Patience: o.patience, StoreLimit: o.limit, Events: true, Log: slog.New(slog.NewTextHandler(&r.log, nil)),
+		Config: o.config, Patience: o.patience, StoreLimit: o.limit, Events: true, Log: slog.New(slog.NewTextHandler(&r.log, nil)),
 	})
 	t.Cleanup(r.close)
 	return r, err

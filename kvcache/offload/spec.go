@@ -3,10 +3,7 @@ package offload
 import (
 	"errors"
 	"fmt"
-	"maps"
 	"slices"
-	"strings"
-	"sync"
 )
 
 // Spec makes the mediums of a configuration.
@@ -27,11 +24,7 @@ const (
 	TieredSpec = "TieredOffloadingSpec"
 )
 
-// specs are the constructors by name.
-var specs = struct {
-	sync.Mutex
-	by map[string]func(Config) (Spec, error)
-}{by: map[string]func(Config) (Spec, error){
+var specs = registry[func(Config) (Spec, error)]{key: "spec_name", by: map[string]func(Config) (Spec, error){
 	NativeSpec: builtin(CPU),
 	CPUSpec:    builtin(CPU),
 	PeerSpec:   builtin(PeerGPU),
@@ -40,28 +33,11 @@ var specs = struct {
 }}
 
 // Register adds a spec, which spec_name then selects. It panics if there is one of that name.
-func Register(name string, construct func(Config) (Spec, error)) {
-	specs.Lock()
-	defer specs.Unlock()
-	if name == "" || specs.by[name] != nil {
-		panic(fmt.Sprintf("offload: spec %q is registered twice, or has no name", name))
-	}
-	specs.by[name] = construct
-}
-
-// findSpec returns the constructor of that name.
-func findSpec(name string) (func(Config) (Spec, error), error) {
-	specs.Lock()
-	defer specs.Unlock()
-	if construct := specs.by[name]; construct != nil {
-		return construct, nil
-	}
-	return nil, fmt.Errorf("spec_name is %q; it must be one of %s", name, strings.Join(slices.Sorted(maps.Keys(specs.by)), ", "))
-}
+func Register(name string, construct func(Config) (Spec, error)) { specs.add(name, construct) }
 
 // newSpec returns the configuration's spec.
 func newSpec(c Config) (Spec, error) {
-	construct, err := findSpec(c.SpecName)
+	construct, err := specs.find(c.SpecName)
 	if err != nil {
 		return nil, err
 	}
@@ -74,13 +50,16 @@ type builtinSpec struct{ c Config }
 // builtin returns the constructor of a spec of these mediums. Sizes of others are refused.
 func builtin(mediums ...string) func(Config) (Spec, error) {
 	return func(c Config) (Spec, error) {
-		any := false
+		any, cpuKey := false, "num_cpu_blocks"
+		if c.CPUBytes > 0 {
+			cpuKey = cpuBytesNames
+		}
 		for _, s := range []struct {
 			medium, key string
 			set         bool
 		}{
 			{PeerGPU, "num_gpu_blocks", c.GPUBlocks > 0},
-			{CPU, "num_cpu_blocks", c.CPUBlocks > 0 || c.CPUBytes > 0},
+			{CPU, cpuKey, c.CPUBlocks > 0 || c.CPUBytes > 0},
 			{File, "num_file_blocks", c.FileBlocks > 0},
 		} {
 			here := slices.Contains(mediums, s.medium)
@@ -93,7 +72,7 @@ func builtin(mediums ...string) func(Config) (Spec, error) {
 			any = any || s.set
 		}
 		if !any {
-			return nil, errors.New("no tier has a size; set --kv-offloading-size, or num_gpu_blocks, num_cpu_blocks or num_file_blocks in --kv-transfer-config")
+			return nil, errors.New("no tier has a size; set --kv-offloading-size, or num_gpu_blocks, num_cpu_blocks, cpu_bytes_to_use or num_file_blocks in --kv-transfer-config")
 		}
 		return builtinSpec{c}, nil
 	}
@@ -120,9 +99,9 @@ func (s builtinSpec) Open(e Env) (all []*Medium, err error) {
 	case c.CPUBytes > 0:
 		n := c.CPUBytes / e.BlockBytes
 		if n == 0 {
-			return all, fmt.Errorf("--kv-offloading-size of %d bytes is less than one block of %d bytes; raise it", c.CPUBytes, e.BlockBytes)
+			return all, fmt.Errorf("%s of %d bytes is less than one block of %d bytes; raise it", cpuBytesNames, c.CPUBytes, e.BlockBytes)
 		}
-		if !add(openCPU(e, int(n), "--kv-offloading-size")) {
+		if !add(openCPU(e, int(n), cpuBytesNames)) {
 			return all, err
 		}
 	}

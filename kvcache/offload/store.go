@@ -50,17 +50,21 @@ func (t *Tiers) Store(keys []kvcache.Key, from int, src []int32, why Cause) {
 			level.account.Touch(prefix)
 		}
 	}
+	t.stores.Offered(prefix, why)
 	for _, level := range t.levels {
-		if len(all) == 0 {
-			return
-		}
-		if !t.o.Policy.Stores(level.Name, why) {
+		n := min(max(t.stores.Stores(level.Name, prefix, why), 0), len(all))
+		if n == 0 {
 			continue
 		}
-		refused := t.storeIn(level, all, prefix, why)
+		refused := t.storeIn(level, all[:n], prefix, why)
 		level.counts.refused += int64(len(refused))
-		if !level.backed {
-			all = refused
+		if level.backed {
+			continue
+		}
+		all = slices.Concat(refused, all[n:])
+		prefix = make([]kvcache.Key, len(all))
+		for i, o := range all {
+			prefix[i] = o.key
 		}
 	}
 }

@@ -16,38 +16,6 @@ import (
 	"github.com/moeserve/moeserve/transfer"
 )
 
-// Cause is why blocks are offered to the tiers.
-type Cause uint8
-
-// The causes.
-const (
-	// Filled blocks have just been computed.
-	Filled Cause = iota
-	// Released blocks are no longer used by their sequence, Preempted ones will be used again.
-	Released
-	Preempted
-)
-
-func (c Cause) String() string { return [...]string{"filled", "released", "preempted"}[c] }
-
-// Policy decides what is stored and loaded. The engine's goroutine asks it.
-type Policy interface {
-	// Stores returns whether blocks offered for that cause are stored in a tier.
-	Stores(medium string, why Cause) bool
-	// Loads returns how many of the parts of a run, from the first on, are loaded; the others
-	// are computed. costs is the choice of the cost model.
-	Loads(run []Part, costs int) int
-}
-
-// DefaultPolicy stores everything, and loads what the cost model chooses.
-type DefaultPolicy struct{}
-
-// Stores implements Policy.
-func (DefaultPolicy) Stores(string, Cause) bool { return true }
-
-// Loads implements Policy.
-func (DefaultPolicy) Loads(_ []Part, costs int) int { return costs }
-
 // Options describe the tiers of one GPU's KV blocks.
 type Options struct {
 	// Machine, and Space of the GPU that computes.
@@ -60,8 +28,6 @@ type Options struct {
 	// Harvest lends the peers' memory. It is closed before the tiers. Default: no peers.
 	Harvest *harvest.Runtime
 	Config  Config
-	// Policy of stores and loads. Default: DefaultPolicy.
-	Policy Policy
 	// Patience is the time after which a load is raised to the priority of prefetches, and
 	// after four times of which to that of on-demand fetches. Default: 100 ms.
 	Patience time.Duration
@@ -80,9 +46,6 @@ const defaultPatience = 100 * time.Millisecond
 // EnsureDefaults returns o with its defaults set.
 func (o Options) EnsureDefaults() Options {
 	o.Config = o.Config.EnsureDefaults()
-	if o.Policy == nil {
-		o.Policy = DefaultPolicy{}
-	}
 	if o.Patience == 0 {
 		o.Patience = defaultPatience
 	}
@@ -124,6 +87,8 @@ type Tiers struct {
 	// factor is the number of the GPU's blocks in a tier's block.
 	factor int
 	worker *worker
+	stores StorePolicy
+	reads  LoadPolicy
 
 	mu     sync.Mutex
 	levels []*level // fastest first
@@ -180,6 +145,9 @@ func (t *Tiers) open() (err error) {
 	}
 	spec, err := newSpec(c)
 	if err != nil {
+		return err
+	}
+	if t.stores, t.reads, err = c.policies(); err != nil {
 		return err
 	}
 	if t.worker, err = newWorker(t.o.Machine); err != nil {
@@ -269,10 +237,11 @@ func (t *Tiers) Lookup(keys []kvcache.Key, from, tokens int) (blocks int, wait b
 	defer t.mu.Unlock()
 	t.drop()
 	run, wait := t.run(keys, from, tokens)
+	wait = wait && t.reads.Waits()
 	if len(run) == 0 {
 		return 0, wait
 	}
-	n := min(t.o.Policy.Loads(run, t.costs.choose(run)), len(run))
+	n := min(max(t.reads.Loads(run, t.costs.choose(run)), 0), len(run))
 	if t.counted != keys[from] { // the scheduler asks again until there is room
 		t.counted = keys[from]
 		t.costs.count(run, n)

@@ -1,6 +1,13 @@
 package tier
 
-import "github.com/moeserve/moeserve/kvcache"
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"sync"
+
+	"github.com/moeserve/moeserve/kvcache"
+)
 
 // Eviction decides which blocks of a tier make room for others. Its caller is a Manager, which
 // knows which blocks there are and in what state; a policy knows their order.
@@ -21,6 +28,39 @@ type Eviction interface {
 	// order of eviction, and returns true. Its caller has checked that there are as many. A
 	// policy may refuse nevertheless: then it removes none and returns false.
 	Evict(victims []int32, n int, keep func(id int32) bool) ([]int32, bool)
+}
+
+// The built-in eviction policies of Options.Policy.
+const (
+	PolicyLRU = "lru"
+	PolicyARC = "arc"
+)
+
+// policies are the constructors of eviction policies by name.
+var policies = struct {
+	sync.Mutex
+	by map[string]func(blocks int) Eviction
+}{by: map[string]func(int) Eviction{
+	PolicyLRU: func(blocks int) Eviction { return NewLRU(blocks) },
+	PolicyARC: func(blocks int) Eviction { return NewARC(blocks) },
+}}
+
+// RegisterPolicy adds an eviction policy, which Options.Policy then selects. construct makes that of
+// a tier of so many blocks, with none in use. It panics if there is one of that name.
+func RegisterPolicy(name string, construct func(blocks int) Eviction) {
+	policies.Lock()
+	defer policies.Unlock()
+	if name == "" || policies.by[name] != nil {
+		panic(fmt.Sprintf("tier: eviction policy %q is registered twice, or has no name", name))
+	}
+	policies.by[name] = construct
+}
+
+// Policies are the names of the eviction policies, in alphabetical order.
+func Policies() []string {
+	policies.Lock()
+	defer policies.Unlock()
+	return slices.Sorted(maps.Keys(policies.by))
 }
 
 // LRU evicts the block first that has been evictable and untouched for the longest time. Only

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"strings"
 
 	"github.com/moeserve/moeserve/kvcache"
 )
@@ -31,22 +32,17 @@ func (s State) String() string {
 	return fmt.Sprintf("State(%d)", uint8(s))
 }
 
-// The eviction policies of Options.Policy.
-const (
-	PolicyLRU = "lru"
-	PolicyARC = "arc"
-)
-
 // Options describe a tier.
 type Options struct {
 	// Blocks is the tier's capacity; its ids are [0, Blocks).
 	Blocks int
 	// Medium is the tier's name in events: GPU, PEER_GPU, CPU, FILE or another.
 	Medium string
-	// Policy names the eviction policy: PolicyLRU or PolicyARC. Default: PolicyLRU.
+	// Policy names the eviction policy: PolicyLRU, PolicyARC or a registered one. Default:
+	// PolicyLRU.
 	Policy string
 	// NewEviction makes the eviction policy of a tier of so many blocks, with none in use. It
-	// is called by New and by every Reset. Default: NewLRU or NewARC, by Policy.
+	// is called by New and by every Reset. Default: that of Policy.
 	NewEviction func(blocks int) Eviction
 	// DiscardEvents is for tiers whose events nobody takes: TakeEvents returns none.
 	DiscardEvents bool
@@ -58,12 +54,9 @@ func (o Options) EnsureDefaults() Options {
 		o.Policy = PolicyLRU
 	}
 	if o.NewEviction == nil {
-		switch o.Policy {
-		case PolicyLRU:
-			o.NewEviction = func(blocks int) Eviction { return NewLRU(blocks) }
-		case PolicyARC:
-			o.NewEviction = func(blocks int) Eviction { return NewARC(blocks) }
-		}
+		policies.Lock()
+		defer policies.Unlock()
+		o.NewEviction = policies.by[o.Policy]
 	}
 	return o
 }
@@ -75,8 +68,8 @@ func (o Options) Validate() error {
 		return fmt.Errorf("tier: Blocks is %d; it must be from 1 to %d", o.Blocks, math.MaxInt32-1)
 	case o.Medium == "":
 		return errors.New("tier: Medium is empty; it must name the tier in events")
-	case o.NewEviction == nil && o.Policy != PolicyLRU && o.Policy != PolicyARC:
-		return fmt.Errorf("tier: eviction policy %q is unknown; it must be %q or %q", o.Policy, PolicyLRU, PolicyARC)
+	case o.EnsureDefaults().NewEviction == nil:
+		return fmt.Errorf("tier: eviction policy %q is unknown; it must be one of %s", o.Policy, strings.Join(Policies(), ", "))
 	}
 	return nil
 }

@@ -176,7 +176,7 @@ func TestOptions(t *testing.T) {
 		{tier.Options{Medium: "CPU"}, "tier: Blocks is 0; it must be from 1 to 2147483646"},
 		{tier.Options{Medium: "CPU", Blocks: 1 << 31}, "tier: Blocks is 2147483648; it must be from 1 to 2147483646"},
 		{tier.Options{Blocks: 1}, "tier: Medium is empty; it must name the tier in events"},
-		{tier.Options{Blocks: 1, Medium: "CPU", Policy: "fifo"}, `tier: eviction policy "fifo" is unknown; it must be "lru" or "arc"`},
+		{tier.Options{Blocks: 1, Medium: "CPU", Policy: "fifo"}, `tier: eviction policy "fifo" is unknown; it must be one of arc, lru`},
 	} {
 		if _, err := tier.New(c.o); err == nil || err.Error() != c.want {
 			t.Errorf("%+v: error %v, want %s", c.o, err, c.want)
