@@ -87,6 +87,11 @@ type link struct {
 	// broken: nothing is launched until the link is recovered; recovering: a Recover
 	// action is in progress.
 	broken, recovering bool
+	// virtual is the virtual time, in bytes, of the requests of each class that take turns: at
+	// the end of the chunk launched last, as in self-clocked fair queueing (Golestani, 1994).
+	// Each of them advances by what it launches, and one that comes begins there; the least
+	// goes first.
+	virtual [Classes]int64
 	// lost is the error of a lost device: nothing can be launched any more.
 	lost error
 }
@@ -167,6 +172,7 @@ func (c *Core) Submit(r *Request, after []device.Point) error {
 	c.queue(r.To).insert(r)
 	c.passOn(r)
 	if len(r.waiting) == 0 {
+		c.join(r)
 		c.offer(r)
 	}
 	return nil
@@ -241,6 +247,15 @@ func (c *Core) offer(r *Request) {
 	}
 }
 
+// join lets a request begin to take turns on the links that can carry it.
+func (c *Core) join(r *Request) {
+	for _, l := range c.links {
+		if l.carries(r) {
+			l.join(r)
+		}
+	}
+}
+
 // Withdraw removes a request whose point cannot be watched, in answer to Await: it does
 // not finish.
 func (c *Core) Withdraw(r *Request, unwatched device.Point) {
@@ -275,6 +290,7 @@ func (c *Core) pointEnded(p device.Point, err error) {
 	}
 	for _, r := range w.requests {
 		if len(r.waiting) == 0 && r.failure == nil {
+			c.join(r)
 			c.offer(r)
 		}
 	}
@@ -304,11 +320,12 @@ func (c *Core) dispatch(number int) {
 		if l.slots[i].state != free {
 			continue
 		}
-		r := l.queue.first(func(r *Request) bool { return len(r.waiting) == 0 && l.carries(r) })
+		r := l.queue.next(l)
 		if r == nil {
 			return
 		}
 		chunk := r.cutChunk(l.ChunkBytes)
+		l.took(r, chunk.Bytes)
 		if r.launched == r.bytes {
 			l.queue.remove(r)
 		}
@@ -507,6 +524,7 @@ func (c *Core) RaiseClass(r *Request, class uint8) {
 	queued := q.remove(r)
 	r.Class = class
 	if queued {
+		c.join(r)
 		q.insert(r)
 		c.passOn(r)
 	}

@@ -33,17 +33,28 @@ func (q *queue) remove(r *Request) bool {
 	return ok
 }
 
-// first is the first request by class and submission for which is returns true, or nil. If
-// that takes turns, it is the one of those that do of which the least was launched.
+// first is the first request by class and submission for which is returns true, or nil.
 func (q *queue) first(is func(*Request) bool) *Request {
+	for class := Classes - 1; class >= 0; class-- {
+		if i := slices.IndexFunc(q.byClass[class], is); i >= 0 {
+			return q.byClass[class][i]
+		}
+	}
+	return nil
+}
+
+// next is the request whose chunk the link takes next, or nil: the first by class and
+// submission that it can carry and whose points are reached. If that takes turns, it is the
+// one of those that do which has the least virtual time at the end of its next chunk.
+func (q *queue) next(l *link) *Request {
 	for class := Classes - 1; class >= 0; class-- {
 		var found *Request
 		for _, r := range q.byClass[class] {
 			switch {
-			case !is(r):
+			case len(r.waiting) > 0 || !l.carries(r):
 			case found == nil:
 				found = r
-			case r.TakesTurns && r.launched < found.launched:
+			case r.TakesTurns && l.before(r, found):
 				found = r
 			}
 			if found != nil && !found.TakesTurns {
@@ -55,6 +66,22 @@ func (q *queue) first(is func(*Request) bool) *Request {
 		}
 	}
 	return nil
+}
+
+// before reports whether a's turn is before b's, which was submitted earlier.
+func (l *link) before(a, b *Request) bool {
+	ends := func(r *Request) int64 { return r.turn + chunkSize(r.bytes-r.launched, l.ChunkBytes) }
+	return cmp.Or(cmp.Compare(ends(a), ends(b)), cmp.Compare(a.launched, b.launched)) < 0
+}
+
+// join lets a request begin to take turns, or to take them in another class: at the virtual
+// time of those that do, so that it has no claim to what was launched before.
+func (l *link) join(r *Request) { r.turn = l.virtual[r.Class] }
+
+// took counts a chunk that the request has launched.
+func (l *link) took(r *Request, bytes int64) {
+	r.turn += bytes
+	l.virtual[r.Class] = max(l.virtual[r.Class], r.turn)
 }
 
 // all lists the requests, highest class first.

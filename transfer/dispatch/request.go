@@ -21,8 +21,9 @@ type Request struct {
 	Pieces []Piece
 	// Class is the priority: higher ones go first.
 	Class uint8
-	// TakesTurns: among requests of its class that do, too, the one of which the least was
-	// launched goes first, whatever their order. So a small one does not wait for a large one.
+	// TakesTurns: requests of a class that do share a link equally while their points are
+	// reached, whatever their order and size. So a small one does not wait for a large one, nor
+	// a large one for a steady stream of small ones.
 	TakesTurns bool
 	// Done is the fence value that the caller signals when the request has finished: a
 	// request that waits for it, of a higher class, gives this one its class.
@@ -32,6 +33,9 @@ type Request struct {
 
 	seq   uint64
 	bytes int64
+	// turn is the virtual time, in bytes, that the request has reached by what was launched;
+	// see link.virtual.
+	turn int64
 	// waiting are the lists of the points that are not reached yet.
 	waiting []*waiters
 	// The next chunk begins at offset within piece. launched and landed count bytes.
