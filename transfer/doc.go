@@ -6,7 +6,8 @@
 //
 // Submit passes a request to the core (package dispatch), which schedules all copies, and
 // returns. Each pair of memories has a link: a device stream that makes the copies. Depth
-// chunks of at most ChunkBytes are in flight on each link, more if they are small; the
+// chunks of at most ChunkBytes are in flight on each link, more if they are small, so that
+// the device has work for at least Window while the host learns of the end of one. The
 // rest waits in the queue of its destination, so that a request of higher priority
 // overtakes at the next chunk. Requests of equal priority go in order of submission, except that those of KV
 // blocks take turns: none waits for another longer than its share of the link. A

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math"
 	"slices"
 	"sync"
 	"time"
@@ -23,9 +24,15 @@ type Options struct {
 	// by its rate in the topology, at least 8 MiB: the launch costs little beside it, and
 	// a copy of higher priority waits about equally long on every path.
 	ChunkBytes int64
-	// Depth is the number of chunks in flight on each link; more if they are small.
-	// Default: 2.
+	// Depth is the number of chunks in flight on each link, of which the device copies the
+	// first; more if they are small. A copy of higher priority waits for these, at most
+	// Depth * ChunkBytes. Default: 2.
 	Depth int
+	// Window is how long the chunks behind the first take at the path's rate, at least, where
+	// there is so much to copy: longer than the host needs from the end of a chunk until it
+	// has enqueued another, or the link idles. It is shortened to Depth - 1 chunks. Default:
+	// 80 us; half a chunk where the topology has no rate.
+	Window time.Duration
 	// Trace records what copies are for. Default: none.
 	Trace *trace.Writer
 	// Log of retried chunks and failed copies. Default: discarded.
@@ -36,6 +43,7 @@ const (
 	minChunkBytes    = 8 << 20
 	defaultChunkTime = 160 * time.Microsecond
 	defaultDepth     = 2
+	defaultWindow    = 80 * time.Microsecond
 )
 
 // EnsureDefaults returns o with its defaults set, except ChunkBytes, whose default
@@ -43,6 +51,9 @@ const (
 func (o Options) EnsureDefaults() Options {
 	if o.Depth == 0 {
 		o.Depth = defaultDepth
+	}
+	if o.Window == 0 {
+		o.Window = defaultWindow
 	}
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
@@ -59,6 +70,8 @@ func (o Options) Validate() error {
 		return fmt.Errorf("transfer: invalid chunk size of %d bytes: must be at least 1", o.ChunkBytes)
 	case o.Depth <= 0:
 		return fmt.Errorf("transfer: invalid depth %d: must be at least 1", o.Depth)
+	case o.Window < 0:
+		return fmt.Errorf("transfer: invalid window %v: must be positive", o.Window)
 	}
 	return nil
 }
@@ -210,11 +223,7 @@ func (e *Engine) link(pair device.Pair) (*link, error) {
 	if err != nil {
 		return nil, err
 	}
-	chunk := e.o.ChunkBytes
-	if chunk == 0 {
-		chunk = max(minChunkBytes, int64(path.BytesPerSecond*defaultChunkTime.Seconds())>>20<<20)
-	}
-	d := dispatch.Link{From: pair.From, To: pair.To, ChunkBytes: chunk, Depth: e.o.Depth}
+	d := e.o.dispatched(pair, path.BytesPerSecond)
 	l, err := newLink(e, pair, d.Slots())
 	if err != nil {
 		return nil, err
@@ -223,6 +232,20 @@ func (e *Engine) link(pair device.Pair) (*link, error) {
 	l.rate = linkRate{bytesPerSecond: path.BytesPerSecond, measured: path.BytesPerSecond > 0}
 	e.links = append(e.links, l)
 	return l, nil
+}
+
+// dispatched describes the link of a pair to the core; rate is that of its path, 0 if it is
+// unknown.
+func (o *Options) dispatched(pair device.Pair, rate float64) dispatch.Link {
+	l := dispatch.Link{From: pair.From, To: pair.To, ChunkBytes: o.ChunkBytes, Depth: o.Depth}
+	if l.ChunkBytes == 0 {
+		l.ChunkBytes = max(minChunkBytes, int64(rate*defaultChunkTime.Seconds())>>20<<20)
+	}
+	if l.WindowBytes = l.ChunkBytes / 2; rate > 0 {
+		l.WindowBytes = int64(math.Ceil(rate * o.Window.Seconds()))
+	}
+	l.WindowBytes = min(l.WindowBytes, int64(l.Depth-1)*l.ChunkBytes)
+	return l
 }
 
 // findLink returns the link of the pair, nil before its first request.

@@ -45,7 +45,7 @@ type fluid struct {
 
 // flow returns the flow of o, or nil if o takes no time.
 func (m *Machine) flow(s *stream, o *op) *flow {
-	fl := &flow{stream: s, start: m.clock() + o.stallTime}
+	fl := &flow{stream: s, start: max(m.clock()+o.stallTime, o.noticed)}
 	if o.kind == opCopy {
 		p := m.topo.Paths[device.Pair{From: o.srcMem.space.id, To: o.dstMem.space.id}]
 		fl.start += p.Latency

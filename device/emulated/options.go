@@ -62,6 +62,9 @@ type Options struct {
 	// TimeFailures is the chance, drawn from Seed, with which Event.Time fails for an event
 	// of a GPU stream, as on a busy or paused machine with CUDA. Default: 0.
 	TimeFailures float64
+	// NoticeLatency is how long after the end of what it watches a host stream runs the work,
+	// as a host that polls, in modeled time: of Virtual and Pace. Default: 0.
+	NoticeLatency time.Duration
 	// FenceStart is the value at which all fences begin: 2^32-100, say, for tests of counters
 	// that wrap around. Default: 0.
 	FenceStart uint32
@@ -185,6 +188,9 @@ func (o *Options) Validate() error {
 	}
 	if o.Schedule != Eager && !o.Virtual {
 		return fmt.Errorf("emulated: schedule %v needs Virtual: on the wall clock the system schedules", o.Schedule)
+	}
+	if o.NoticeLatency < 0 {
+		return fmt.Errorf("emulated: NoticeLatency is %v", o.NoticeLatency)
 	}
 	if !(o.TimeFailures >= 0 && o.TimeFailures <= 1) {
 		return fmt.Errorf("emulated: TimeFailures is %g, not between 0 and 1", o.TimeFailures)

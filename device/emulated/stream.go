@@ -39,6 +39,8 @@ type op struct {
 	// used holds the allocations that the Work declared, on a checked machine.
 	used             []*memory
 	start, stallTime time.Duration
+	// noticed is the time before which watched Work does not run.
+	noticed time.Duration
 	// clock is the enqueuer's vector clock at the enqueue, on a checked machine.
 	clock vclock
 	// failure is the error for which watched Work does not run; dropped is that for which

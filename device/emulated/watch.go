@@ -117,7 +117,7 @@ func (w *watch) fire(err error, clock vclock) {
 	if s.m.closed || s.stop {
 		s.m.unref(&w.op)
 	} else {
-		w.op.failure = err
+		w.op.failure, w.op.noticed = err, s.m.clock()+s.m.o.NoticeLatency
 		if s.m.check != nil {
 			w.op.clock = joined(w.op.clock, clock)
 		}

@@ -41,15 +41,17 @@ type Action struct {
 // Link describes one link.
 type Link struct {
 	From, To device.Space
-	// ChunkBytes is the maximum size of a chunk, Depth the number of chunks in flight. If
-	// they are small, more are in flight, at most Slots, until they add up to half of
-	// ChunkBytes, so that the device has work while the host learns of the end of one.
-	ChunkBytes int64
-	Depth      int
+	// ChunkBytes is the maximum size of a chunk, Depth the number of chunks in flight, of
+	// which the device copies the first. Behind it are more than Depth - 1, up to Slots, until
+	// they add up to WindowBytes: what the device copies while the host learns of the end of
+	// the first and enqueues the next. In flight are never more than Depth times ChunkBytes:
+	// a request of a higher class waits for these at most.
+	ChunkBytes, WindowBytes int64
+	Depth                   int
 }
 
 // maxSmallChunks is the maximum number of small chunks in flight.
-const maxSmallChunks = 8
+const maxSmallChunks = 32
 
 // Slots is the maximum number of chunks in flight.
 func (l Link) Slots() int { return max(l.Depth, maxSmallChunks) }
@@ -299,29 +301,34 @@ func (c *Core) pointEnded(p device.Point, err error) {
 	c.freeLists = append(c.freeLists, w)
 }
 
-// full reports whether enough chunks are in flight.
-func (l *link) full() bool {
+// full reports whether enough chunks are in flight, before one of at most next bytes.
+func (l *link) full(next int64) bool {
 	n, bytes := 0, int64(0)
+	var first *slot // earliest launched
 	for i := range l.slots {
-		if s := &l.slots[i]; s.state != free {
-			n, bytes = n+1, bytes+s.chunk.Bytes
+		s := &l.slots[i]
+		if s.state == free {
+			continue
+		}
+		if n, bytes = n+1, bytes+s.chunk.Bytes; first == nil || s.seq < first.seq {
+			first = s
 		}
 	}
-	return n >= l.Depth && 2*bytes >= l.ChunkBytes
+	return n >= l.Depth && (bytes-first.chunk.Bytes >= l.WindowBytes || bytes+next > int64(l.Depth)*l.ChunkBytes)
 }
 
 // dispatch launches chunks on the link until enough are in flight.
 func (c *Core) dispatch(number int) {
 	l := c.links[number]
 	for i := range l.slots {
-		if l.broken || l.lost != nil || l.full() {
+		if l.broken || l.lost != nil || l.full(0) {
 			return
 		}
 		if l.slots[i].state != free {
 			continue
 		}
 		r := l.queue.next(l)
-		if r == nil {
+		if r == nil || l.full(l.nextBytes(r)) {
 			return
 		}
 		chunk := r.cutChunk(l.ChunkBytes)

@@ -3,7 +3,7 @@
 // transfer: events go in, actions come out; it has no goroutine, clock, device or IO.
 //
 //	var c dispatch.Core
-//	link := c.AddLink(dispatch.Link{From: device.Host, To: device.HBM(0), ChunkBytes: 8 << 20, Depth: 2})
+//	link := c.AddLink(dispatch.Link{From: device.Host, To: device.HBM(0), ChunkBytes: 8 << 20, WindowBytes: 4 << 20, Depth: 2})
 //	err := c.Submit(&dispatch.Request{From: device.Host, To: device.HBM(0), Pieces: pieces, Class: 1}, after)
 //	for a, ok := c.Next(); ok; a, ok = c.Next() {
 //		switch a.Kind {
@@ -15,7 +15,8 @@
 // # Order
 //
 // Each destination has one queue. A link takes chunks from the queue of its destination
-// whenever fewer than Depth of its chunks, or few bytes, are in flight. It takes them from
+// whenever fewer than Depth of its chunks are in flight, or behind the first of them less
+// than WindowBytes. It takes them from
 // the first request, by class and then by order of submission, that it can carry and whose
 // points are all reached; requests that take turns share the link. So a request of a higher class overtakes at the next chunk, and
 // a slow link takes fewer chunks. What a request waits for has at least its class: a

@@ -67,13 +67,16 @@ type flight struct {
 	arrived bool
 }
 
-// enough reports whether no more chunks should be launched.
-func (l *track) enough() bool {
+// enough reports whether no chunk of these bytes should be launched.
+func (l *track) enough(next int64) bool {
+	if len(l.flights) < l.Depth {
+		return false
+	}
 	var bytes int64
 	for _, f := range l.flights {
 		bytes += f.c.Bytes
 	}
-	return len(l.flights) == l.Slots() || len(l.flights) >= l.Depth && 2*bytes >= l.ChunkBytes
+	return len(l.flights) == l.Slots() || bytes-l.flights[0].c.Bytes >= l.WindowBytes || bytes+next > int64(l.Depth)*l.ChunkBytes
 }
 
 type model struct {
@@ -94,6 +97,7 @@ func newModel(t *rapid.T) *model {
 	m := &model{t: t, again: map[string]int{}}
 	for _, pair := range []device.Pair{{From: 0, To: 1}, {From: 2, To: 1}, {From: 0, To: 2}} {
 		l := Link{From: pair.From, To: pair.To, ChunkBytes: rapid.Int64Range(1, 1500).Draw(t, "chunk"), Depth: rapid.IntRange(1, 3).Draw(t, "depth")}
+		l.WindowBytes = rapid.Int64Range(0, 2*l.ChunkBytes).Draw(t, "window")
 		m.core.AddLink(l)
 		m.links = append(m.links, &track{Link: l})
 	}
@@ -198,7 +202,7 @@ func (m *model) launch(a Action) {
 		m.t.Fatalf("a chunk of %d bytes", a.Chunk.Bytes)
 	case slices.ContainsFunc(c.after, func(p *pointState) bool { return !p.reached }):
 		m.t.Fatal("launched before its points are reached")
-	case l.enough():
+	case l.enough(a.Chunk.Bytes):
 		m.t.Fatal("enough chunks are in flight")
 	case slices.ContainsFunc(l.flights, func(f flight) bool { return f.slot == a.Slot }):
 		m.t.Fatal("a slot is used twice")
@@ -420,7 +424,7 @@ func (m *model) check(t *rapid.T) {
 		idle := !slices.ContainsFunc(m.requests, func(c *copied) bool {
 			return c.From == l.From && c.To == l.To && c.finished == 0 && len(c.waiting) == 0 && c.launched < c.bytes
 		})
-		if !idle && !l.enough() && !m.core.links[i].broken && !held(m.core.links[i]) {
+		if !idle && !l.enough(l.ChunkBytes) && !m.core.links[i].broken && !held(m.core.links[i]) {
 			t.Fatal("a link idles")
 		}
 	}

@@ -70,9 +70,12 @@ func (q *queue) next(l *link) *Request {
 
 // before reports whether a's turn is before b's, which was submitted earlier.
 func (l *link) before(a, b *Request) bool {
-	ends := func(r *Request) int64 { return r.turn + chunkSize(r.bytes-r.launched, l.ChunkBytes) }
+	ends := func(r *Request) int64 { return r.turn + l.nextBytes(r) }
 	return cmp.Or(cmp.Compare(ends(a), ends(b)), cmp.Compare(a.launched, b.launched)) < 0
 }
+
+// nextBytes is the maximum size of the next chunk of a request that has bytes left.
+func (l *link) nextBytes(r *Request) int64 { return chunkSize(r.bytes-r.launched, l.ChunkBytes) }
 
 // join lets a request begin to take turns, or to take them in another class: at the virtual
 // time of those that do, so that it has no claim to what was launched before.

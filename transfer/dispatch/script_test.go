@@ -32,7 +32,7 @@ type script struct {
 
 // TestScripts runs scripts of:
 //
-//	link name=H from=0 to=1 [chunk=8] [depth=2]      spaces are numbers, 0 is the host
+//	link name=H from=0 to=1 [chunk=8] [window=0] [depth=2]      spaces are numbers, 0 is the host
 //	submit name=A bytes=20 [pieces=(4,4,4|4)] [class=1] [after=(p,q)] [done=r] [from=0] [to=1] [turns]
 //	    pieces have bytes of their own; a bar stands where the next is adjacent to it
 //	reached p | failed p | blind p                   a point
@@ -60,13 +60,14 @@ func (s *script) run(t *testing.T, d *datadriven.TestData) {
 	var name, done string
 	var after []string
 	pieces := d.Input
-	from, to, bytes, chunk, depth, class := 0, 1, 0, 8, 2, 0
+	from, to, bytes, chunk, window, depth, class := 0, 1, 0, 8, 0, 2, 0
 	d.MaybeScanArgs(t, "name", &name)
 	d.MaybeScanArgs(t, "done", &done)
 	d.MaybeScanArgs(t, "from", &from)
 	d.MaybeScanArgs(t, "to", &to)
 	d.MaybeScanArgs(t, "bytes", &bytes)
 	d.MaybeScanArgs(t, "chunk", &chunk)
+	d.MaybeScanArgs(t, "window", &window)
 	d.MaybeScanArgs(t, "depth", &depth)
 	d.MaybeScanArgs(t, "class", &class)
 	for _, a := range d.CmdArgs {
@@ -89,7 +90,7 @@ func (s *script) run(t *testing.T, d *datadriven.TestData) {
 	r := s.requests[name]
 	switch d.Cmd {
 	case "link":
-		s.core.AddLink(Link{From: device.Space(from), To: device.Space(to), ChunkBytes: int64(chunk), Depth: depth})
+		s.core.AddLink(Link{From: device.Space(from), To: device.Space(to), ChunkBytes: int64(chunk), WindowBytes: int64(window), Depth: depth})
 		s.names = append(s.names, name)
 	case "submit":
 		r = &Request{From: device.Space(from), To: device.Space(to), Class: uint8(class), TakesTurns: d.HasArg("turns"), Owner: name}
