@@ -166,6 +166,20 @@ type Stream interface {
 	Close() error
 }
 
+// BatchCopier is a stream that copies many ranges by one operation, which costs less than one
+// for each. The machine determines which streams are BatchCopiers.
+type BatchCopier interface {
+	Stream
+	// CopyBatch copies src[i] to dst[i] for all i. As a whole it runs in the stream's order,
+	// its copies in any order and at the same time: no dst may overlap any other range of the
+	// batch, which real devices do not check. All sources are in one space and all destinations
+	// in one, not both in the host's; otherwise each pair is as for Copy. Where a batch fails,
+	// any of its copies may have been made. The slices may be reused once CopyBatch has
+	// returned. The error wraps ErrNoBatches, and the stream is unchanged, where the machine
+	// turns out to have no batches.
+	CopyBatch(dst, src []Range) error
+}
+
 // Executor is a stream that runs Go functions in order with its copies, events and fences: host
 // streams everywhere, and the streams of emulated devices.
 type Executor interface {

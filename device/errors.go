@@ -14,6 +14,8 @@ var (
 	ErrNotRecorded = errors.New("event was never recorded; use a fence for what is not enqueued yet")
 	// ErrCopyFailed: one copy failed; the caller may exclude its source and retry.
 	ErrCopyFailed = errors.New("copy failed")
+	// ErrNoBatches: the machine has no batched copies; use Copy for each.
+	ErrNoBatches = errors.New("no batched copies")
 	// ErrLost: the device is lost, with all its memory. Every further operation on it fails.
 	ErrLost = errors.New("device lost")
 	// ErrClosed: the object was already closed or freed.

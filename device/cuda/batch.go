@@ -10,7 +10,6 @@ package cuda
 import "C"
 
 import (
-	"errors"
 	"fmt"
 	"unsafe"
 
@@ -18,16 +17,15 @@ import (
 	"github.com/moeserve/moeserve/device/cuda/internal/driver"
 )
 
-// ErrNoBatches: the driver has no batched copies; it is older than CUDA 12.8.
-var ErrNoBatches = errors.New("the driver has no cuMemcpyBatchAsync, which CUDA 12.8 brought: install a later one")
+var _ device.BatchCopier = (*Stream)(nil)
 
 // batch are the arguments of a batched copy: addresses of destinations and of sources, and
 // sizes.
 type batch struct{ to, from, bytes []uint64 }
 
-// CopyBatch copies src[i] to dst[i] for all i in one call of the driver (cuMemcpyBatchAsync).
-// As a whole it runs in the stream's order, its copies in any order. Each pair is as for Copy,
-// but not within host memory. The error wraps ErrNoBatches where the driver has no such call.
+// CopyBatch implements device.BatchCopier by one call of the driver (cuMemcpyBatchAsync). The
+// error wraps device.ErrNoBatches where the driver has no such call (before CUDA 12.8), or no
+// support for it on this device.
 func (s *Stream) CopyBatch(dst, src []device.Range) error {
 	if err := s.usable("copy"); err != nil {
 		return err
@@ -40,11 +38,12 @@ func (s *Stream) CopyBatch(dst, src []device.Range) error {
 	}
 	call := driver.Symbol("cuMemcpyBatchAsync")
 	if call == nil {
-		return &device.Error{Op: "copy", Space: s.g.space, Detail: s.String(), Err: ErrNoBatches}
+		return s.noBatches("the driver has no cuMemcpyBatchAsync, which CUDA 12.8 brought")
 	}
 	b := &s.batch
 	b.to, b.from, b.bytes = b.to[:0], b.from[:0], b.bytes[:0]
-	total := int64(0)
+	var total int64
+	var target, source *memory
 	for i, to := range dst {
 		into, of, err := s.m.copyable(s, to, src[i])
 		switch {
@@ -54,6 +53,10 @@ func (s *Stream) CopyBatch(dst, src []device.Range) error {
 			continue
 		case into.g == nil && of.g == nil:
 			return badArgument("copy", s.g.space, "%s: pair %d of a batch is within host memory: use Copy", s, i)
+		case target == nil:
+			target, source = into, of
+		case into.space != target.space || of.space != source.space:
+			return badArgument("copy", s.g.space, "%s: pair %d of a batch is from %s to %s, others from %s to %s", s, i, of.space, into.space, source.space, target.space)
 		}
 		b.to, b.from, b.bytes = append(b.to, uint64(to.Addr)), append(b.from, uint64(src[i].Addr)), append(b.bytes, uint64(to.Bytes))
 		total += to.Bytes
@@ -67,10 +70,17 @@ func (s *Stream) CopyBatch(dst, src []device.Range) error {
 		return nil
 	}
 	c := C.ms_copy_batch(s.g.context(), call, words64(b.to), words64(b.from), words64(b.bytes), C.size_t(n), streamHandle(s.s))
+	if c == notSupported {
+		return s.noBatches("cuMemcpyBatchAsync is not supported on this device")
+	}
 	if c != success {
 		return s.refused(op, "copy", int(c), fmt.Sprintf("a batch of %d copies, %d bytes", n, total))
 	}
 	return nil
+}
+
+func (s *Stream) noBatches(why string) error {
+	return &device.Error{Op: "copy", Space: s.g.space, Detail: fmt.Sprintf("%s: %s", s, why), Err: device.ErrNoBatches}
 }
 
 // words64 passes a slice's array to C.

@@ -747,7 +747,7 @@ func TestCopyBatch(t *testing.T) {
 			dst, src, next[i] = append(dst, piece(stages[stage+1], i)), append(src, piece(stages[stage], j)), from[j]
 		}
 		dst, src, from = append(dst, device.Range{}), append(src, device.Range{}), next
-		if err := s.CopyBatch(dst, src); onGPU && errors.Is(err, ErrNoBatches) {
+		if err := s.CopyBatch(dst, src); onGPU && errors.Is(err, device.ErrNoBatches) {
 			t.Skip(err)
 		} else {
 			r.ok(err)

@@ -24,6 +24,7 @@ const (
 	success        = C.CUDA_SUCCESS
 	outOfMemory    = C.CUDA_ERROR_OUT_OF_MEMORY
 	notReady       = C.CUDA_ERROR_NOT_READY
+	notSupported   = C.CUDA_ERROR_NOT_SUPPORTED
 	alreadyEnabled = C.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
 	tooManyPeers   = C.CUDA_ERROR_TOO_MANY_PEERS
 	deviceInUse    = C.CUDA_ERROR_DEVICE_UNAVAILABLE

@@ -40,6 +40,7 @@ func Run(t *testing.T, open func(t *testing.T) device.Machine) {
 		{"OutOfMemory", 1, outOfMemory},
 		{"CopyAllPairs", 1, copyAllPairs},
 		{"CopyArguments", 1, copyArguments},
+		{"Batches", 1, batches},
 		{"StreamOrder", 1, streamOrder},
 		{"EventOrder", 1, eventOrder},
 		{"EventStates", 1, eventStates},

@@ -338,6 +338,12 @@ func (c *checker) visit(mem *memory, lo, n int64, f func(lo, hi int64, old *cell
 // copy checks a copy that is about to move its bytes.
 func (c *checker) copy(s *stream, o *op) {
 	d := c.record(s.actor, "copy", s.name)
+	for i := range o.parts() {
+		c.copyPart(d, o.part(i))
+	}
+}
+
+func (c *checker) copyPart(d *accessRecord, o part) {
 	c.read(d, o.srcMem, o.src, true)
 	off := int64(o.dst.Addr-o.dstMem.base) - int64(o.src.Addr-o.srcMem.base)
 	written, not := &cell{write: d, written: true}, &cell{write: d}
@@ -471,10 +477,11 @@ func (c *checker) freeInUse(mem *memory) {
 		uses := func(o *op) {
 			u, r, write := accessRecord{name: "copy", stream: s.name}, all, false
 			switch {
-			case o.kind == opCopy && o.dstMem == mem:
-				r, write = o.dst, true
-			case o.kind == opCopy && o.srcMem == mem:
-				r = o.src
+			case o.kind == opCopy:
+				var found bool
+				if r, write, found = o.uses(mem); !found {
+					return
+				}
 			case slices.Contains(o.used, mem):
 				u.name = fmt.Sprintf("launch %q", o.work.Name)
 			default:

@@ -56,7 +56,7 @@ func (m *Machine) flow(s *stream, o *op) *flow {
 			}
 		}
 		if fl.limit > 0 || len(fl.resources) > 0 {
-			fl.left = float64(o.dst.Bytes)
+			fl.left = float64(o.bytes)
 		}
 	} else {
 		i, _ := m.topo.Info(s.sp.id)

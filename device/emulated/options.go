@@ -65,6 +65,8 @@ type Options struct {
 	// NoticeLatency is how long after the end of what it watches a host stream runs the work,
 	// as a host that polls, in modeled time: of Virtual and Pace. Default: 0.
 	NoticeLatency time.Duration
+	// NoBatches: CopyBatch returns device.ErrNoBatches, as with an old driver.
+	NoBatches bool
 	// FenceStart is the value at which all fences begin: 2^32-100, say, for tests of counters
 	// that wrap around. Default: 0.
 	FenceStart uint32

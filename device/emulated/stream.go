@@ -33,9 +33,13 @@ type op struct {
 	value          uint32
 	dst, src       device.Range
 	dstMem, srcMem *memory
-	rec            *recording
-	fence          *fence
-	work           device.Work
+	// batch holds the copies of a batch, of which dst, src, dstMem and srcMem are the first;
+	// bytes is the total of a copy.
+	batch []part
+	bytes int64
+	rec   *recording
+	fence *fence
+	work  device.Work
 	// used holds the allocations that the Work declared, on a checked machine.
 	used             []*memory
 	start, stallTime time.Duration
@@ -230,16 +234,26 @@ func (s *stream) Copy(dst, src device.Range) error {
 	if err := s.usable("copy"); err != nil {
 		return err
 	}
-	bad := func(format string, args ...any) error {
-		return &device.Error{Op: "copy", Space: s.sp.id, Detail: s.String() + ": " + fmt.Sprintf(format, args...)}
+	o, err := s.copyOp(dst, src)
+	if err != nil || dst.Bytes == 0 {
+		return err
 	}
+	m.hold(&o)
+	s.enqueue(&o)
+	return nil
+}
+
+// copyOp checks the arguments of a copy and returns its operation, which is empty for a copy of
+// 0 bytes.
+func (s *stream) copyOp(dst, src device.Range) (op, error) {
+	m := s.m
 	if dst.Bytes != src.Bytes {
-		return bad("destination has %d bytes and source %d", dst.Bytes, src.Bytes)
+		return op{}, s.badCopy("destination has %d bytes and source %d", dst.Bytes, src.Bytes)
 	}
 	if dst.Bytes == 0 {
-		return nil
+		return op{}, nil
 	}
-	o := op{kind: opCopy, dst: dst, src: src, dstMem: m.memory.find(dst), srcMem: m.memory.find(src)}
+	o := op{kind: opCopy, dst: dst, src: src, dstMem: m.memory.find(dst), srcMem: m.memory.find(src), bytes: dst.Bytes}
 	if o.dstMem == nil || o.srcMem == nil {
 		r, side := dst, "destination"
 		if o.dstMem != nil {
@@ -248,26 +262,27 @@ func (s *stream) Copy(dst, src device.Range) error {
 		if m.check != nil {
 			m.check.outOfBounds(s, r, o.dstMem == nil)
 		}
-		return bad("%s %v is not in one live allocation: it was freed, or is too long", side, r)
+		return op{}, s.badCopy("%s %v is not in one live allocation: it was freed, or is too long", side, r)
 	}
 	if dst.Addr < src.End() && src.Addr < dst.End() {
-		return bad("source %v and destination %v overlap", src, dst)
+		return op{}, s.badCopy("source %v and destination %v overlap", src, dst)
 	}
 	from, to := o.srcMem.space, o.dstMem.space
 	for _, sp := range []*space{from, to} {
 		if sp.lost {
-			return sp.lostErr("copy", fmt.Sprintf("%s: %d bytes from %s to %s", s, dst.Bytes, from.id, to.id))
+			return op{}, sp.lostErr("copy", fmt.Sprintf("%s: %d bytes from %s to %s", s, dst.Bytes, from.id, to.id))
 		}
 	}
 	if from != to {
 		if _, err := m.topo.Path(from.id, to.id); err != nil {
-			return &device.Error{Op: "copy", Space: s.sp.id, Detail: s.String(), Err: err}
+			return op{}, &device.Error{Op: "copy", Space: s.sp.id, Detail: s.String(), Err: err}
 		}
 	}
-	o.dstMem.users++
-	o.srcMem.users++
-	s.enqueue(&o)
-	return nil
+	return o, nil
+}
+
+func (s *stream) badCopy(format string, args ...any) error {
+	return &device.Error{Op: "copy", Space: s.sp.id, Detail: s.String() + ": " + fmt.Sprintf(format, args...)}
 }
 
 // Execute implements device.Executor.
@@ -559,7 +574,7 @@ func (m *Machine) begin(s *stream) bool {
 	o := s.q.head()
 	if len(m.faults) > 0 && o.kind == opCopy && !o.seen && s.failed() == nil {
 		o.seen = true
-		if f := m.fault(o.point(StallCopy, s)); f != nil {
+		if f := m.faultIn(o, StallCopy, s); f != nil {
 			if f.For == 0 {
 				s.stalled = f
 				return false
@@ -572,10 +587,10 @@ func (m *Machine) begin(s *stream) bool {
 	return true
 }
 
-func (o *op) point(kind FaultKind, s *stream) Point {
+func (p part) point(kind FaultKind, s *stream) Point {
 	return Point{
-		Kind: kind, Space: s.sp.id, Label: o.dstMem.label, Stream: s.name, Src: o.src, Dst: o.dst,
-		From: o.srcMem.space.id, To: o.dstMem.space.id, Bytes: o.dst.Bytes,
+		Kind: kind, Space: s.sp.id, Label: p.dstMem.label, Stream: s.name, Src: p.src, Dst: p.dst,
+		From: p.srcMem.space.id, To: p.dstMem.space.id, Bytes: p.dst.Bytes,
 	}
 }
 
@@ -623,16 +638,16 @@ func (m *Machine) copyError(s *stream, o *op) error {
 	from, to := o.srcMem.space, o.dstMem.space
 	for _, sp := range [...]*space{from, to} {
 		if sp.lost {
-			return sp.lostErr("copy", fmt.Sprintf("%s: %d bytes from %s to %s", s, o.dst.Bytes, from.id, to.id))
+			return sp.lostErr("copy", fmt.Sprintf("%s: %d bytes from %s to %s", s, o.bytes, from.id, to.id))
 		}
 	}
 	if len(m.faults) == 0 {
 		return nil
 	}
-	if f := m.fault(o.point(FailCopy, s)); f != nil {
+	if f := m.faultIn(o, FailCopy, s); f != nil {
 		return &device.Error{
 			Op: "copy", Space: s.sp.id, Err: f.cause(device.ErrCopyFailed),
-			Detail: fmt.Sprintf("%s: %d bytes from %s to %s; failed by fault injection", s, o.dst.Bytes, from.id, to.id),
+			Detail: fmt.Sprintf("%s: %d bytes from %s to %s; failed by fault injection", s, o.bytes, from.id, to.id),
 		}
 	}
 	return nil
@@ -670,10 +685,10 @@ func (m *Machine) effect(s *stream) error {
 			m.check.copy(s, o)
 		}
 		if !m.o.NoData {
-			dst := o.dstMem.data[o.dst.Addr-o.dstMem.base:][:o.dst.Bytes]
-			src := o.srcMem.data[o.src.Addr-o.srcMem.base:][:o.src.Bytes]
 			m.mu.Unlock()
-			copy(dst, src)
+			for i := range o.parts() {
+				o.part(i).move()
+			}
 			m.mu.Lock()
 		}
 		return m.copyErrorAfter(s, o)
@@ -710,7 +725,7 @@ func (m *Machine) notifyWork(s *stream, failed func(error), err error) {
 func (m *Machine) copyErrorAfter(s *stream, o *op) error {
 	for _, sp := range [...]*space{o.srcMem.space, o.dstMem.space} {
 		if sp.lost {
-			return sp.lostErr("copy", fmt.Sprintf("%s: %d bytes", s, o.dst.Bytes))
+			return sp.lostErr("copy", fmt.Sprintf("%s: %d bytes", s, o.bytes))
 		}
 	}
 	return nil
@@ -738,7 +753,7 @@ func (m *Machine) complete(s *stream, err error) {
 		}
 		s.ended = end
 		m.o.Trace(Trace{
-			Stream: s.name, Space: s.sp.id, Op: opNames[o.kind], Name: o.work.Name, Bytes: o.dst.Bytes,
+			Stream: s.name, Space: s.sp.id, Op: opNames[o.kind], Name: o.work.Name, Bytes: o.bytes,
 			Host: o.work.Host, Note: o.note, Start: start, End: end, Err: err,
 		})
 	}
@@ -754,8 +769,11 @@ func (m *Machine) complete(s *stream, err error) {
 func (m *Machine) unref(o *op) {
 	switch o.kind {
 	case opCopy:
-		o.dstMem.users--
-		o.srcMem.users--
+		for i := range o.parts() {
+			p := o.part(i)
+			p.dstMem.users--
+			p.srcMem.users--
+		}
 	case opWork:
 		for _, mem := range o.used {
 			mem.users--

@@ -152,6 +152,20 @@ func (s *Stream) Copy(dst, src device.Range) error {
 	return s.Span(Copied, "", dst.Bytes, func() error { return s.Stream.Copy(dst, src) })
 }
 
+// CopyBatch implements device.BatchCopier. The error wraps device.ErrNoBatches where the traced
+// stream is none.
+func (s *Stream) CopyBatch(dst, src []device.Range) error {
+	b, ok := s.Stream.(device.BatchCopier)
+	if !ok {
+		return &device.Error{Op: "copy", Space: s.Space(), Detail: s.Name(), Err: device.ErrNoBatches}
+	}
+	var bytes int64
+	for _, r := range dst {
+		bytes += r.Bytes
+	}
+	return s.Span(Copied, "", bytes, func() error { return b.CopyBatch(dst, src) })
+}
+
 // Wait implements device.Stream.
 func (s *Stream) Wait(ev device.Event) error {
 	return s.Span(Wait, "", 0, func() error { return s.Stream.Wait(ev) })
