@@ -37,7 +37,9 @@
 // # Many pieces
 //
 // A request may have many Pieces, scattered in both memories, with one ticket and one
-// Done. Small pieces share a chunk, and with it an event: a thousand blocks are 16 chunks.
+// Done. Small pieces share a chunk, and with it an event: a thousand blocks are 16 chunks. The
+// pieces of a chunk are one operation of the device where its streams have batched copies
+// (device.BatchCopier): the device copies them in any order, so none may depend on another.
 //
 // # Failure
 //

@@ -1048,13 +1048,16 @@ func (r *rig) scattered(dst, src device.Memory, pieces int, n int64, together in
 	return q
 }
 
-// TestScattered: many pieces are one copy, with few events, and neighbors one piece.
+// TestScattered: many pieces are one copy, with few events and, where the device has batches,
+// few operations; and neighbors are one piece.
 func TestScattered(t *testing.T) {
 	machines(t, func(t *testing.T, o emulated.Options) {
 		for _, c := range []struct {
 			together        int
 			copies, records int64
-		}{{1, 1000, 16}, {4, 250, 4}} {
+			noBatches       bool
+		}{{1, 16, 16, false}, {4, 4, 4, false}, {1, 1000, 16, true}, {4, 250, 4, true}} {
+			o.NoBatches = c.noBatches
 			var copies, records atomic.Int64
 			o.Trace = func(tr emulated.Trace) {
 				if strings.HasPrefix(tr.Stream, "copy") && tr.Op == "copy" {
@@ -1090,7 +1093,9 @@ func TestScattered(t *testing.T) {
 // TestScatteredFails: whichever piece fails, once all land, twice none counts.
 func TestScatteredFails(t *testing.T) {
 	machines(t, func(t *testing.T, o emulated.Options) {
-		for nth := range int64(5) {
+		for nth := range int64(10) {
+			o.NoBatches = nth >= 5
+			nth %= 5
 			for _, times := range []int{1, 2} {
 				const pieces, n = 5, 64
 				r := newRig(t, o, transfer.Options{ChunkBytes: 130, Depth: 2})
@@ -1101,6 +1106,13 @@ func TestScatteredFails(t *testing.T) {
 				q := r.scattered(dst, src, pieces, n, 1)
 				ticket, behind := r.submit(q), r.submit(r.down(other, r.filled(100, 2), transfer.Prefetch))
 				err := ticket.Wait(t.Context())
+				if err == nil {
+					for i, b := range r.content(dst) {
+						if want := src.Read(0, pieces*n)[(pieces-1-i/n)*n+i%n]; b != want {
+							t.Fatalf("piece %d failed once: byte %d is %d, want %d", nth, i, b, want)
+						}
+					}
+				}
 				if times == 1 && err != nil || times == 2 && !errors.Is(err, device.ErrCopyFailed) {
 					t.Errorf("piece %d fails %d times: %v", nth, times, err)
 				}

@@ -19,9 +19,12 @@ type link struct {
 	// number of the link in the core.
 	number int
 	stream device.Stream
-	// enqueue is stream.Copy.
-	enqueue func(dst, src device.Range) error
-	slots   []slot
+	// batches is the stream, where it copies many pieces by one operation; nil otherwise.
+	batches device.BatchCopier
+	// dst and src are the pieces of the chunk that is being launched, add appends one.
+	dst, src []device.Range
+	add      func(dst, src device.Range) error
+	slots    []slot
 	// recovery clears the error of the stream.
 	recovery device.Work
 
@@ -55,7 +58,13 @@ func newLink(e *Engine, pair device.Pair, slots int) (l *link, err error) {
 	if l.stream, err = e.o.Machine.NewStream(space, device.StreamOptions{Name: fmt.Sprintf("copy %s to %s", pair.From, pair.To)}); err != nil {
 		return l, err
 	}
-	l.enqueue = l.stream.Copy
+	if pair.From != device.Host || pair.To != device.Host {
+		l.batches, _ = l.stream.(device.BatchCopier)
+	}
+	l.add = func(dst, src device.Range) error {
+		l.dst, l.src = append(l.dst, dst), append(l.src, src)
+		return nil
+	}
 	for i := range slots {
 		ev, err := e.o.Machine.NewEvent()
 		if err != nil {
@@ -81,7 +90,7 @@ func (l *link) launch(i int, c dispatch.Chunk) {
 		trace.Annotate(l.stream, t.note(c.Last()))
 	}
 	s := &l.slots[i]
-	err := c.Each(l.enqueue)
+	err := l.copy(c)
 	if err == nil {
 		err = l.stream.Record(s.event)
 	}
@@ -95,6 +104,26 @@ func (l *link) launch(i int, c dispatch.Chunk) {
 	case passed:
 		e.core.Landed(l.number, i)
 	}
+}
+
+// copy enqueues the copies of a chunk: as one batch, where the stream can. They do not depend on
+// each other, see Request.Pieces.
+func (l *link) copy(c dispatch.Chunk) error {
+	l.dst, l.src = l.dst[:0], l.src[:0]
+	_ = c.Each(l.add) // which does not fail
+	if l.batches != nil && len(l.dst) > 1 {
+		err := l.batches.CopyBatch(l.dst, l.src)
+		if !errors.Is(err, device.ErrNoBatches) {
+			return err
+		}
+		l.batches = nil
+	}
+	for i := range l.dst {
+		if err := l.stream.Copy(l.dst[i], l.src[i]); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // chunkEnded runs on the watcher when the event behind a chunk has completed.

@@ -52,8 +52,9 @@ type Request struct {
 	// Src and Dst have the same size, at least one byte, and do not overlap. They belong
 	// to the engine until Done: the caller does not write Src, and does not access Dst.
 	Src, Dst device.Region
-	// Pieces in place of Src and Dst, all from the same memory to the same other one.
-	// They are copied in this order, small ones together in one chunk. The slice is not
+	// Pieces in place of Src and Dst, all from the same memory to the same other one. Chunks
+	// have them in this order. Those of one chunk are copied in any order and at the same time,
+	// so the Dst of a piece must not overlap any other range of the request. The slice is not
 	// retained.
 	Pieces   []Piece
 	Priority Priority

@@ -88,6 +88,10 @@ func (s *stream) CopyBatch(dst, src []device.Range) error {
 		return s.badCopy("a batch of %d destinations and %d sources", len(dst), len(src))
 	}
 	var all op
+	var batch []part
+	if n := len(s.batches); n > 0 {
+		batch, s.batches = s.batches[n-1], s.batches[:n-1]
+	}
 	for i := range dst {
 		o, err := s.copyOp(dst[i], src[i])
 		switch {
@@ -98,20 +102,21 @@ func (s *stream) CopyBatch(dst, src []device.Range) error {
 		case o.dstMem.space.id == device.Host && o.srcMem.space.id == device.Host:
 			return s.badCopy("pair %d of a batch is within host memory: use Copy", i)
 		}
-		if len(all.batch) == 0 {
+		if len(batch) == 0 {
 			all = o
 			all.bytes = 0
 		}
 		if from, to := o.srcMem.space.id, o.dstMem.space.id; from != all.srcMem.space.id || to != all.dstMem.space.id {
 			return s.badCopy("pair %d of a batch is from %s to %s, others from %s to %s", i, from, to, all.srcMem.space.id, all.dstMem.space.id)
 		}
-		all.batch = append(all.batch, part{o.dst, o.src, o.dstMem, o.srcMem})
+		batch = append(batch, part{o.dst, o.src, o.dstMem, o.srcMem})
 		all.bytes += o.bytes
 	}
-	if len(all.batch) == 0 {
+	if len(batch) == 0 {
 		return nil
 	}
-	if err := s.checkOverlaps(all.batch); err != nil {
+	all.batch = batch
+	if err := s.checkOverlaps(batch); err != nil {
 		return err
 	}
 	m.hold(&all)
@@ -119,16 +124,19 @@ func (s *stream) CopyBatch(dst, src []device.Range) error {
 	return nil
 }
 
+// side is a range that a batch writes or reads.
+type side struct {
+	device.Range
+	written bool
+}
+
 // checkOverlaps fails if a destination overlaps another range.
 func (s *stream) checkOverlaps(batch []part) error {
-	type side struct {
-		device.Range
-		written bool
-	}
-	var all []side
+	all := s.sides[:0]
 	for _, p := range batch {
 		all = append(all, side{p.dst, true}, side{p.src, false})
 	}
+	s.sides = all
 	slices.SortFunc(all, func(a, b side) int { return cmp.Compare(a.Addr, b.Addr) })
 	var end, written device.Addr // of the ranges so far, and of those that are written
 	for _, r := range all {

@@ -116,7 +116,9 @@ func TestBatchTime(t *testing.T) {
 		return m.Now() - began
 	}
 	batch := took(func() error { return s.CopyBatch(to, from) })
-	each := took(func() error { return errors.Join(s.Copy(to[0], from[0]), s.Copy(to[1], from[1]), s.Copy(to[2], from[2])) })
+	each := took(func() error {
+		return errors.Join(s.Copy(to[0], from[0]), s.Copy(to[1], from[1]), s.Copy(to[2], from[2]))
+	})
 	if batch != 1300*time.Microsecond || each != 3300*time.Microsecond {
 		t.Errorf("a batch of 3 copies takes %v, 3 copies %v", batch, each)
 	}

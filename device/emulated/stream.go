@@ -127,6 +127,9 @@ type stream struct {
 	ended time.Duration
 
 	waiters, settlers []*waiter
+	// batches are freelists of op.batch, sides is scratch space of checkOverlaps.
+	batches [][]part
+	sides   []side
 	// watches holds the stream's active watches, spare those that can be reused.
 	watches, spare []*watch
 	access         access
@@ -746,6 +749,9 @@ func (m *Machine) complete(s *stream, err error) {
 		s.err = err
 	}
 	m.unref(o)
+	if o.batch != nil {
+		s.batches = append(s.batches, o.batch[:0])
+	}
 	if m.o.Trace != nil {
 		start, end := o.start, m.clock()
 		if o.kind == opWait || o.kind == opAwait { // which begin, to the stream, once they are over

@@ -44,14 +44,6 @@ const (
 	peerTier = "peer"
 )
 
-// batcher is a stream that copies many ranges by one call.
-type batcher interface {
-	CopyBatch(dst, src []device.Range) error
-}
-
-// errNoBatches is why method Batch cannot be measured.
-var errNoBatches = errors.New("streams of these devices have no batched copies")
-
 // Enqueuer enqueues operations on the streams of a machine; kernels.Backend is one.
 type Enqueuer interface {
 	Enqueue(s device.Stream, op kernels.Op) error
@@ -401,9 +393,9 @@ func (r *copies) point(ctx context.Context, t *tier, d Direction, size int64) ([
 
 // copyBatch copies pieces by one call.
 func copyBatch(s device.Stream, pieces []transfer.Piece) error {
-	b, ok := s.(batcher)
+	b, ok := s.(device.BatchCopier)
 	if !ok {
-		return errNoBatches
+		return device.ErrNoBatches
 	}
 	dst, src := make([]device.Range, len(pieces)), make([]device.Range, len(pieces))
 	for i := range pieces {

@@ -118,32 +118,10 @@ func TestCopiesByBothMethods(t *testing.T) {
 	}
 }
 
-// batching is a machine whose streams copy batches, piece by piece.
-type batching struct{ device.Machine }
-
-func (m batching) NewStream(space device.Space, o device.StreamOptions) (device.Stream, error) {
-	s, err := m.Machine.NewStream(space, o)
-	if space == device.Host {
-		return s, err
-	}
-	return batchStream{s}, err
-}
-
-type batchStream struct{ device.Stream }
-
-func (s batchStream) CopyBatch(dst, src []device.Range) error {
-	for i := range dst {
-		if err := s.Copy(dst[i], src[i]); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
 // Batches copy the blocks that single copies do; devices without them say so.
 func TestCopiesByBatch(t *testing.T) {
 	m := machine(t, emulated.Options{NoData: true, GPUs: make([]emulated.GPU, 2)})
-	o := kv.CopyOptions{Machine: batching{m}, Compute: device.HBM(0), Peer: device.HBM(1), Methods: []kv.Method{kv.DMA, kv.Batch}, Sizes: []int64{4096}, Repetitions: 1, Blocks: 7}
+	o := kv.CopyOptions{Machine: m, Compute: device.HBM(0), Peer: device.HBM(1), Methods: []kv.Method{kv.DMA, kv.Batch}, Sizes: []int64{4096}, Repetitions: 1, Blocks: 7}
 	points, err := kv.Copies(t.Context(), o)
 	if err != nil || len(points) != 2*3*2 {
 		t.Fatalf("%d points, %v", len(points), err)
@@ -154,7 +132,7 @@ func TestCopiesByBatch(t *testing.T) {
 			t.Errorf("%+v, %+v", dma, batch)
 		}
 	}
-	o.Machine = m
+	o.Machine = machine(t, emulated.Options{NoData: true, GPUs: make([]emulated.GPU, 2), NoBatches: true})
 	if _, err := kv.Copies(t.Context(), o); err == nil || !strings.Contains(err.Error(), "no batched copies") {
 		t.Error(err)
 	}
