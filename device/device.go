@@ -103,6 +103,9 @@ type Machine interface {
 	// implements Executor and Watcher.
 	NewStream(space Space, o StreamOptions) (Stream, error)
 	NewEvent() (Event, error)
+	// NewUntimedEvent creates an event whose Time is an error: recording it and waiting for it
+	// costs a device less.
+	NewUntimedEvent() (Event, error)
 	// NewFence creates a counter. All fences of a machine begin at the same value: 0 on real
 	// devices, any on emulated ones, so users count from Fence.Value on.
 	NewFence(label string) (Fence, error)
@@ -276,7 +279,7 @@ type Event interface {
 	// Query reports whether the latest recording has passed.
 	Query() (bool, error)
 	// Time is the time, on the machine's clock, at which the latest recording passed; valid
-	// once Query returns true.
+	// once Query returns true. It is an error of an untimed event.
 	Time() (time.Duration, error)
 	// Close releases the event; nothing may be waiting for it.
 	Close() error

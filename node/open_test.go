@@ -67,6 +67,13 @@ func (s *stingy) NewEvent() (device.Event, error) {
 	return s.Machine.NewEvent()
 }
 
+func (s *stingy) NewUntimedEvent() (device.Event, error) {
+	if err := s.refuses("event"); err != nil {
+		return nil, err
+	}
+	return s.Machine.NewUntimedEvent()
+}
+
 func (s *stingy) NewFence(label string) (device.Fence, error) {
 	if err := s.refuses("fence " + label); err != nil {
 		return nil, err

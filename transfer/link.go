@@ -66,7 +66,7 @@ func newLink(e *Engine, pair device.Pair, slots int) (l *link, err error) {
 		return nil
 	}
 	for i := range slots {
-		ev, err := e.o.Machine.NewEvent()
+		ev, err := e.o.Machine.NewUntimedEvent()
 		if err != nil {
 			return l, err
 		}

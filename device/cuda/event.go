@@ -20,6 +20,8 @@ import (
 // event refers to its latest recording: at most one of gpu and host is set.
 type event struct {
 	m *Machine
+	// flags of the driver's events: cu.DisableTiming of an untimed one.
+	flags cu.EventFlags
 
 	mu     sync.Mutex
 	closed bool
@@ -84,11 +86,16 @@ func (r *hostRecording) pass(now time.Duration, err error) {
 var _ device.Event = (*event)(nil)
 
 // NewEvent implements device.Machine.
-func (m *Machine) NewEvent() (device.Event, error) {
+func (m *Machine) NewEvent() (device.Event, error) { return m.newEvent(cu.DefaultEvent) }
+
+// NewUntimedEvent implements device.Machine.
+func (m *Machine) NewUntimedEvent() (device.Event, error) { return m.newEvent(cu.DisableTiming) }
+
+func (m *Machine) newEvent(flags cu.EventFlags) (device.Event, error) {
 	if err := m.usable("event", device.Host); err != nil {
 		return nil, err
 	}
-	e := &event{m: m, spare: make([]cu.Event, len(m.gpus))}
+	e := &event{m: m, flags: flags, spare: make([]cu.Event, len(m.gpus))}
 	m.mu.Lock()
 	m.events[e] = struct{}{}
 	m.mu.Unlock()
@@ -154,7 +161,7 @@ func (e *event) recordGPU(s *Stream, point uint64) (int, error) {
 	if r == nil || r.g != s.g || r.refs > 0 {
 		r = &gpuRecording{g: s.g, handle: e.spare[s.g.index]}
 		if r.handle == (cu.Event{}) {
-			made, err := cu.MakeEvent(cu.DefaultEvent)
+			made, err := cu.MakeEvent(e.flags)
 			if err != nil {
 				return code(err), err
 			}
@@ -309,6 +316,8 @@ func (e *event) Time() (time.Duration, error) {
 	}
 	over, err := e.query()
 	switch {
+	case e.flags == cu.DisableTiming:
+		return 0, badArgument("time", device.Host, "the event is an untimed one")
 	case !over:
 		return 0, badArgument("time", device.Host, "the event has not passed yet: ask Query or Synchronize first")
 	case err != nil:

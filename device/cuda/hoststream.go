@@ -18,6 +18,8 @@ import (
 type hostStream struct {
 	m    *Machine
 	name string
+	// yields: the goroutine yields between polls, see minSpinProcs.
+	yields bool
 
 	mu   sync.Mutex
 	wake sync.Cond
@@ -78,7 +80,7 @@ type hostOp struct {
 var _ device.Watcher = (*hostStream)(nil)
 
 func (m *Machine) newHostStream(o device.StreamOptions) (device.Stream, error) {
-	s := &hostStream{m: m, name: o.Name, exited: make(chan struct{}), sides: map[*gpu]*Stream{}}
+	s := &hostStream{m: m, name: o.Name, yields: runtime.GOMAXPROCS(0) < minSpinProcs, exited: make(chan struct{}), sides: map[*gpu]*Stream{}}
 	s.wake.L = &s.mu
 	m.mu.Lock()
 	defer m.mu.Unlock()

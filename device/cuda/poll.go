@@ -13,12 +13,12 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// The host polls without a pause for spinFor, then with short sleeps of the thread (Go's
-// own timers may be late by a millisecond while a program is idle) until napFor, then with
-// timers. Each sleep is 1/napShare of the wait so far, between shortNap and longNap, which
+// The host polls without a pause for spinFor, longer than most copies of a few MiB and than a
+// chunk of a large one take, then with short sleeps of the thread (Go's own timers may be late
+// by a millisecond while a program is idle) until napFor, then with timers. Each sleep is 1/napShare of the wait so far, between shortNap and longNap, which
 // bounds the delay. Every probeEvery it checks whether the devices are alive.
 const (
-	spinFor    = 50 * time.Microsecond
+	spinFor    = 200 * time.Microsecond
 	napFor     = 2 * time.Second
 	shortNap   = 20 * time.Microsecond
 	longNap    = 200 * time.Microsecond
@@ -26,6 +26,11 @@ const (
 	pause      = time.Millisecond
 	probeEvery = 10 * time.Millisecond
 )
+
+// minSpinProcs is the number of processors of the program from which on the goroutine of a host
+// stream polls without yielding: it is locked to its thread, so that runtime.Gosched has the
+// system switch threads twice, which takes 10 us and more.
+const minSpinProcs = 4
 
 // waiting runs a host wait, unless Close has begun to abort waits.
 func (m *Machine) waiting(what string, wait func() error) error {

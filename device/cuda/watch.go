@@ -178,7 +178,9 @@ func (s *hostStream) rest() {
 	s.mu.Unlock()
 	defer s.mu.Lock()
 	if waited < spinFor {
-		runtime.Gosched()
+		if s.yields {
+			runtime.Gosched()
+		}
 		return
 	}
 	if time.Since(s.probed) > probeEvery {

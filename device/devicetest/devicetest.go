@@ -44,6 +44,7 @@ func Run(t *testing.T, open func(t *testing.T) device.Machine) {
 		{"StreamOrder", 1, streamOrder},
 		{"EventOrder", 1, eventOrder},
 		{"EventStates", 1, eventStates},
+		{"UntimedEvents", 1, untimedEvents},
 		{"FenceOrder", 1, fenceOrder},
 		{"FenceWraps", 1, fenceWraps},
 		{"FenceFail", 1, fenceFail},
@@ -555,6 +556,35 @@ func eventStates(s *suite) {
 			s.Fatal("an event that nothing holds back does not pass")
 		}
 	}
+}
+
+// untimedEvents order streams and the host as others do, and have no time.
+func untimedEvents(s *suite) {
+	e, err := s.m.NewUntimedEvent()
+	s.ok(err)
+	gpu, host, f := s.stream(device.HBM(0), "gpu"), s.hostStream("host"), s.fence()
+	for v := uint32(1); v <= 3; v++ {
+		s.ok(gpu.WaitFence(f, v))
+		s.ok(gpu.Record(e))
+		var ran atomic.Bool
+		reached, err := host.(device.Watcher).WatchEvent(e, device.Work{Name: "run", Host: true, Run: func(device.Access) error { ran.Store(true); return nil }})
+		s.ok(err)
+		s.ok(host.Wait(e))
+		if done, err := e.Query(); done || err != nil || reached || ran.Load() {
+			s.Fatalf("round %d: the event has passed (%v, %v) before its fence was signaled", v, done, err)
+		}
+		s.ok(f.Signal(v))
+		s.ok(e.Synchronize(s.ctx))
+		s.ok(host.Synchronize(s.ctx))
+		for begin := time.Now(); !ran.Load(); s.ok(s.m.Yield(s.ctx, 10*time.Microsecond)) {
+			if time.Since(begin) > patience {
+				s.Fatal("work that watches the event does not run")
+			}
+		}
+		_, err = e.Time()
+		s.wants(err, "time", nil)
+	}
+	s.ok(e.Close())
 }
 
 // fenceOrder lets each kind of stream, and the host, signal fences that the others wait for.

@@ -12,6 +12,8 @@ type event struct {
 	m      *Machine
 	cur    *recording
 	closed bool
+	// untimed: it has no time.
+	untimed bool
 	// polled is Machine.calls + 1 at the last Query that found the event pending; see
 	// Machine.poll.
 	polled uint64
@@ -36,13 +38,18 @@ type recording struct {
 var _ device.Event = (*event)(nil)
 
 // NewEvent implements device.Machine.
-func (m *Machine) NewEvent() (device.Event, error) {
+func (m *Machine) NewEvent() (device.Event, error) { return m.newEvent(false) }
+
+// NewUntimedEvent implements device.Machine.
+func (m *Machine) NewUntimedEvent() (device.Event, error) { return m.newEvent(true) }
+
+func (m *Machine) newEvent(untimed bool) (device.Event, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if _, err := m.space("event", device.Host); err != nil {
 		return nil, err
 	}
-	return &event{m: m}, nil
+	return &event{m: m, untimed: untimed}, nil
 }
 
 // event checks that e is open and belongs to this machine.
@@ -152,6 +159,9 @@ func (e *event) Time() (time.Duration, error) {
 	r, err := e.latest("time")
 	if err != nil {
 		return 0, err
+	}
+	if e.untimed {
+		return 0, &device.Error{Op: "time", Space: device.Host, Detail: "the event is an untimed one"}
 	}
 	if !r.passed {
 		return 0, &device.Error{Op: "time", Space: device.Host, Detail: "the event has not passed yet: ask Query or Synchronize first"}
