@@ -33,6 +33,8 @@ type Options struct {
 	// has enqueued another, or the link idles. It is shortened to Depth - 1 chunks. Default:
 	// 80 us; half a chunk where the topology has no rate.
 	Window time.Duration
+	// Timed: copies have Times, which costs the device timed events around each chunk.
+	Timed bool
 	// Trace records what copies are for. Default: none.
 	Trace *trace.Writer
 	// Log of retried chunks and failed copies. Default: discarded.
@@ -100,6 +102,8 @@ type Engine struct {
 	freeTickets []*Ticket
 	doneFences  []device.Point
 	exhausted   []device.Point
+	// events are timed events, of Options.Timed; freeEvents those that are not in use.
+	events, freeEvents []device.Event
 	// firstValue is the value at which the machine's fences begin, known with the first one.
 	firstValue uint32
 	closed     bool
@@ -203,6 +207,9 @@ func (e *Engine) ticket(r *Request) (*Ticket, error) {
 	t.label, t.done = r.Label, r.Done
 	t.traced, t.priority = e.o.Trace.Request(r.Done), r.Priority
 	t.end = device.Point{Fence: fence.Fence, Value: fence.Value + 1}
+	if e.o.Timed {
+		t.timing.times.Submitted = e.o.Machine.Now()
+	}
 	return t, nil
 }
 
@@ -210,6 +217,11 @@ func (e *Engine) ticket(r *Request) (*Ticket, error) {
 // that was not queued.
 func (e *Engine) recycle(t *Ticket) {
 	t.req.Reset()
+	for _, ev := range []device.Event{t.timing.started, t.timing.landed} {
+		if ev != nil {
+			e.freeEvents = append(e.freeEvents, ev)
+		}
+	}
 	*t = Ticket{engine: e, req: t.req}
 	e.freeTickets = append(e.freeTickets, t)
 }
@@ -338,6 +350,9 @@ func (e *Engine) finish(t *Ticket, err error) {
 	case err == nil:
 		l.stats.Copies++
 		l.stats.Bytes += t.req.Bytes()
+		if e.o.Timed {
+			t.timing.times.Done = e.o.Machine.Now()
+		}
 	default:
 		t.err = fmt.Errorf("transfer: %s: %w", t.name(), err)
 		l.stats.Failed++
@@ -439,6 +454,9 @@ func (e *Engine) Close() error {
 	errs = append(errs, e.watcher.Close())
 	for _, l := range links {
 		errs = append(errs, l.release())
+	}
+	for _, ev := range e.events {
+		errs = append(errs, ev.Close())
 	}
 	for _, m := range fences {
 		errs = append(errs, m.Fence.Close())

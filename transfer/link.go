@@ -36,10 +36,12 @@ type link struct {
 }
 
 // slot is one chunk that may be in flight: the event behind it, and the work that runs
-// when the event has completed.
+// when the event has completed. With Options.Timed there is an event before it, too; both
+// belong to the engine.
 type slot struct {
-	event device.Event
-	onEnd device.Work
+	chunk        dispatch.Chunk
+	event, start device.Event
+	onEnd        device.Work
 }
 
 func newLink(e *Engine, pair device.Pair, slots int) (l *link, err error) {
@@ -66,18 +68,31 @@ func newLink(e *Engine, pair device.Pair, slots int) (l *link, err error) {
 		return nil
 	}
 	for i := range slots {
-		ev, err := e.o.Machine.NewUntimedEvent()
-		if err != nil {
+		s := slot{}
+		if s.event, s.start, err = l.events(); err != nil {
 			return l, err
 		}
-		l.slots = append(l.slots, slot{event: ev, onEnd: device.Work{
+		s.onEnd = device.Work{
 			Name: "complete transfer", Host: true,
 			Run:    func(device.Access) error { l.chunkEnded(i, nil); return nil },
 			Failed: func(err error) { l.chunkEnded(i, err) },
-		}})
+		}
+		l.slots = append(l.slots, s)
 	}
 	l.recovery = device.Work{Name: "recover from a failed chunk", Host: true, Run: func(device.Access) error { l.recovered(); return nil }}
 	return l, nil
+}
+
+// events returns the events of a slot.
+func (l *link) events() (end, start device.Event, err error) {
+	if !l.engine.o.Timed {
+		end, err = l.engine.o.Machine.NewUntimedEvent()
+		return end, nil, err
+	}
+	if start, err = l.engine.timedEvent(); err == nil {
+		end, err = l.engine.timedEvent()
+	}
+	return end, start, err
 }
 
 // launch enqueues a chunk and its event on the stream.
@@ -90,7 +105,15 @@ func (l *link) launch(i int, c dispatch.Chunk) {
 		trace.Annotate(l.stream, t.note(c.Last()))
 	}
 	s := &l.slots[i]
-	err := l.copy(c)
+	s.chunk = c
+	var err error
+	if s.start != nil && c.First() {
+		c.Request.Owner.(*Ticket).timing.times.Enqueued = e.o.Machine.Now()
+		err = l.stream.Record(s.start)
+	}
+	if err == nil {
+		err = l.copy(c)
+	}
 	if err == nil {
 		err = l.stream.Record(s.event)
 	}
@@ -102,8 +125,16 @@ func (l *link) launch(i int, c dispatch.Chunk) {
 	case err != nil:
 		e.core.Refused(l.number, i, err)
 	case passed:
-		e.core.Landed(l.number, i)
+		l.landed(i)
 	}
+}
+
+// landed reports the chunk of a slot as landed.
+func (l *link) landed(i int) {
+	if s := &l.slots[i]; s.start != nil {
+		l.keepTimes(s)
+	}
+	l.engine.core.Landed(l.number, i)
 }
 
 // copy enqueues the copies of a chunk: as one batch, where the stream can. They do not depend on
@@ -134,7 +165,7 @@ func (l *link) chunkEnded(i int, err error) {
 	if err != nil {
 		e.core.Failed(l.number, i, err)
 	} else {
-		e.core.Landed(l.number, i)
+		l.landed(i)
 	}
 	_ = e.doActions() // nothing was submitted
 }
@@ -178,7 +209,9 @@ func (l *link) release() error {
 		errs = append(errs, l.stream.Close())
 	}
 	for _, s := range l.slots {
-		errs = append(errs, s.event.Close())
+		if s.start == nil {
+			errs = append(errs, s.event.Close())
+		}
 	}
 	return errors.Join(errs...)
 }

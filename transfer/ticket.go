@@ -23,6 +23,7 @@ type Ticket struct {
 	// traced is nil where nothing is; priority is that of the request.
 	traced   *trace.Copy
 	priority Priority
+	timing   timing
 }
 
 // RaisePriority raises the request's priority to p, if p is higher: a prefetch is needed

@@ -89,6 +89,9 @@ type Chunk struct {
 	Bytes   int64
 }
 
+// First reports whether the chunk is the beginning of its request.
+func (c Chunk) First() bool { return c.Piece == 0 && c.Offset == 0 }
+
 // Last reports whether the chunk is the end of its request.
 func (c Chunk) Last() bool {
 	left := -c.Offset - c.Bytes
