@@ -134,9 +134,8 @@ type rig struct {
 
 // path is one pair of memories with a stream.
 type path struct {
-	stream     device.Stream
-	dst, src   device.Memory
-	start, end device.Event
+	*Lane
+	dst, src device.Memory
 	// rate of queued copies alone, in bytes/s, by size.
 	rate map[int64]float64
 }
@@ -259,7 +258,7 @@ func (r *rig) open(ctx context.Context) error {
 	if err := r.add(PeerPath, beside, peer); err != nil {
 		return err
 	}
-	stream := r.paths[PeerPath].stream
+	stream := r.paths[PeerPath].Stream
 	if err := stream.Copy(peer.Range(0, size), host.Range(0, size)); err != nil {
 		return err
 	}
@@ -278,17 +277,11 @@ func (r *rig) start() (err error) {
 }
 
 func (r *rig) add(name string, dst, src device.Memory) (err error) {
-	m, p := r.o.Machine, &path{dst: dst, src: src, rate: map[int64]float64{}}
-	for _, e := range []*device.Event{&p.start, &p.end} {
-		if *e, err = m.NewEvent(); err != nil {
-			return err
-		}
-		r.close = append(r.close, (*e).Close)
-	}
-	if p.stream, err = m.NewStream(r.o.Compute, device.StreamOptions{Name: name}); err != nil {
+	p := &path{dst: dst, src: src, rate: map[int64]float64{}}
+	if p.Lane, err = OpenLane(r.o.Machine, r.o.Compute, name); err != nil {
 		return err
 	}
-	r.close = append(r.close, p.stream.Close)
+	r.close = append(r.close, p.Close)
 	r.paths[name] = p
 	return nil
 }
@@ -340,39 +333,20 @@ func (r *rig) point(ctx context.Context, paths []*path, bytes int64) (TransferPo
 // copies runs counts[i] copies on path i, all paths at once, and returns the time from the
 // first one's start to the last one's end.
 func copies(ctx context.Context, paths []*path, bytes int64, counts []int) (time.Duration, error) {
+	lanes := make([]*Lane, len(paths))
 	for i, p := range paths {
-		if err := p.stream.Record(p.start); err != nil {
-			return 0, err
-		}
-		for range counts[i] {
-			if err := p.stream.Copy(p.dst.Range(0, bytes), p.src.Range(0, bytes)); err != nil {
-				return 0, err
-			}
-		}
-		if err := p.stream.Record(p.end); err != nil {
-			return 0, err
-		}
+		lanes[i] = p.Lane
 	}
-	var first, last time.Duration
-	for i, p := range paths {
-		if err := p.stream.Synchronize(ctx); err != nil {
-			return 0, err
+	err := Enqueue(lanes, slices.Max(counts), func(i, n int) error {
+		if n >= counts[i] {
+			return nil
 		}
-		began, err := p.start.Time()
-		if err != nil {
-			return 0, err
-		}
-		ended, err := p.end.Time()
-		if err != nil {
-			return 0, err
-		}
-		if i == 0 || began < first {
-			first = began
-		}
-		last = max(last, ended)
+		return paths[i].Stream.Copy(paths[i].dst.Range(0, bytes), paths[i].src.Range(0, bytes))
+	})
+	if err != nil {
+		return 0, err
 	}
-	// The clock may be coarser than a copy is long.
-	return max(last-first, 1), nil
+	return Span(ctx, lanes)
 }
 
 // engined does what copies does, through the transfer engine.

@@ -51,6 +51,9 @@ func (t *Ticket) Times() (Times, error) {
 	return times, nil
 }
 
+// Timed reports whether copies have Times.
+func (e *Engine) Timed() bool { return e.o.Timed }
+
 // timedEvent returns a timed event, from the freelist if possible.
 func (e *Engine) timedEvent() (device.Event, error) {
 	if n := len(e.freeEvents); n > 0 {

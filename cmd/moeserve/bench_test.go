@@ -228,7 +228,7 @@ func TestBenchKV(t *testing.T) {
 	for i, p := range r.Reloads {
 		if p.Layout == kv.Contiguous {
 			scattered := r.Reloads[i-1]
-			if scattered.Layout != kv.Scattered || scattered.Bytes != p.Bytes || scattered.Host.Seconds < p.Host.Seconds || scattered.Peer.Seconds < p.Peer.Seconds {
+			if scattered.Layout != kv.Scattered || scattered.Bytes != p.Bytes || scattered.Host.Seconds < 0.99*p.Host.Seconds || scattered.Peer.Seconds < 0.99*p.Peer.Seconds {
 				t.Errorf("scattered %+v, one run %+v", scattered, p)
 			}
 			if p.Bytes > 50<<20 && math.Abs(p.Speedup/(peer/host)-1) > 0.05 {
@@ -247,7 +247,6 @@ func TestBenchKV(t *testing.T) {
 		{"--block-size 0", "--block-size is 0"},
 		{"--repetitions 0", "--repetitions is 0"},
 		{"--copy-method mail", "--copy-method mail: must be dma, batch, kernel, both or all"},
-		{"--copy-method all", "--copy-method all needs GPUs"},
 		{"--copy-sizes 5", "--copy-sizes 5: must be a multiple of 16 bytes"},
 		{"--copy-sizes large", "--copy-sizes: \"large\" is not a size"},
 		{"--copy-largest-mib 1", "--copy-largest-mib is 1, which has no room for a block of 16 MiB"},

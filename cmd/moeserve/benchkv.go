@@ -54,15 +54,17 @@ the same as one contiguous run (the Harvest paper's Figure 7).
 (deepseek-v3, kimi-k2, mistral-large-3) and the presets. Models with entries of one
 size share a measurement. Nothing of a model is loaded.
 
-Beside the time of one load stand the rate of several that are queued, and the raw
-rate: that of the same copies queued on a stream of the device. Host and peer take
-turns, so that what disturbs the machine disturbs both.
+Beside the time of one load, as the host and as the device sees it, stand the rate of
+several that are queued, and the raw rate: that of the same copies on a stream of the
+device, queued one by one or batched, whichever is faster. A second table says where
+the time of one load goes. Host and peer take turns, so that what disturbs the machine
+disturbs both.
 
 --copy-method measures copies of scattered blocks by block size in place of loads, from
 and to host and peer, in one direction and in both at once: dma makes a copy of the
 device for each block, batch hands all of them to the driver in one call, kernel
 launches a kernel that copies all of them; both compares dma and kernel, all compares
-the three, on GPUs. --calibrate writes the block sizes below which the kernel is faster as
+the three. --calibrate writes the block sizes below which the kernel is faster as
 hardware for --hardware; all else comes from --hardware, or from the devices where it is
 known.
 
@@ -234,9 +236,6 @@ func benchKV(ctx context.Context, s *streams, set *settings, o *kvOptions) (err 
 		return err
 	}
 	defer func() { err = errors.Join(err, d.Close()) }()
-	if slices.Contains(copies.Methods, kv.Batch) && !d.Real() {
-		return usagef("--copy-method %s needs GPUs (--device cuda): emulated devices have no batched copies", o.method)
-	}
 	if o.calibrate != "" && !d.Real() {
 		return usagef("--calibrate needs GPUs (--device cuda): emulated devices do not model a kernel's copies over links")
 	}

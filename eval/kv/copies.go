@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/eval"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/transfer"
 )
@@ -247,7 +248,7 @@ type copies struct {
 	tiers []*tier
 	// The kernel runs on the GPU that computes: a backend may have only one stream. Its table
 	// is filled through a buffer of the host.
-	kernel  *lane
+	kernel  *eval.Lane
 	table   device.Region
 	staging device.Memory
 }
@@ -256,7 +257,7 @@ type copies struct {
 type tier struct {
 	name   string
 	region device.Region // as the pool
-	dma    [2]*lane      // loads and stores
+	dma    [2]*eval.Lane // loads and stores
 }
 
 // The places of a direction in lanes.
@@ -297,7 +298,7 @@ func (r *copies) open(ctx context.Context) (err error) {
 		if len(r.tiers) > 0 {
 			to, host = x.region, r.tiers[0].region
 		}
-		s := x.dma[loading].stream
+		s := x.dma[loading].Stream
 		if err := s.Copy(to.Range, host.Range); err != nil {
 			return err
 		}
@@ -345,23 +346,23 @@ func (r *copies) point(ctx context.Context, t *tier, d Direction, size int64) ([
 			return nil, err
 		}
 	}
-	lanes := make([]*lane, len(ways))
+	lanes := make([]*eval.Lane, len(ways))
 	for i, way := range ways {
 		lanes[i] = t.dma[way]
 	}
-	run := map[Method]func() ([]*lane, error){
-		DMA: func() ([]*lane, error) {
-			return lanes, enqueue(lanes, len(pieces[loading]), func(i, block int) error {
+	run := map[Method]func() ([]*eval.Lane, error){
+		DMA: func() ([]*eval.Lane, error) {
+			return lanes, eval.Enqueue(lanes, len(pieces[loading]), func(i, block int) error {
 				p := &pieces[ways[i]][block]
-				return lanes[i].stream.Copy(p.Dst.Range, p.Src.Range)
+				return lanes[i].Stream.Copy(p.Dst.Range, p.Src.Range)
 			})
 		},
-		Batch: func() ([]*lane, error) {
-			return lanes, enqueue(lanes, 1, func(i, _ int) error { return copyBatch(lanes[i].stream, pieces[ways[i]]) })
+		Batch: func() ([]*eval.Lane, error) {
+			return lanes, eval.Enqueue(lanes, 1, func(i, _ int) error { return copyBatch(lanes[i].Stream, pieces[ways[i]]) })
 		},
-		Kernel: func() ([]*lane, error) {
-			lanes := []*lane{r.kernel}
-			return lanes, enqueue(lanes, 1, func(int, int) error { return r.o.Backend.Enqueue(r.kernel.stream, &op) })
+		Kernel: func() ([]*eval.Lane, error) {
+			lanes := []*eval.Lane{r.kernel}
+			return lanes, eval.Enqueue(lanes, 1, func(int, int) error { return r.o.Backend.Enqueue(r.kernel.Stream, &op) })
 		},
 	}
 	times := make([][]time.Duration, len(r.o.Methods))
@@ -371,7 +372,7 @@ func (r *copies) point(ctx context.Context, t *tier, d Direction, size int64) ([
 			if err != nil {
 				return nil, err
 			}
-			took, err := span(ctx, lanes)
+			took, err := eval.Span(ctx, lanes)
 			if err != nil {
 				return nil, err
 			}
@@ -415,7 +416,7 @@ func (r *copies) operation(ctx context.Context, ways []int, pieces [2][]transfer
 		binary.NativeEndian.PutUint64(table[i*addressBytes:], uint64(p.Src.Addr))
 		binary.NativeEndian.PutUint64(table[(n+i)*addressBytes:], uint64(p.Dst.Addr))
 	}
-	s := r.kernel.stream
+	s := r.kernel.Stream
 	if err := s.Copy(r.table.Slice(0, 2*half).Range, r.staging.Range(0, 2*half)); err != nil {
 		return kernels.CopyBlocks{}, err
 	}

@@ -5,10 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"time"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/eval"
 	"github.com/moeserve/moeserve/transfer"
 )
 
@@ -125,9 +125,9 @@ type cell struct {
 
 func (c *cell) bytes() int64 { return int64(c.blocks) * c.blockBytes }
 
-// copied is what the cell copies from one memory.
+// copied is what the cell copies from one memory, about: a machine may have no batches.
 func (c *cell) copied(repetitions int) int64 {
-	return int64(repetitions+1) * int64(1+2*c.loads) * c.bytes()
+	return int64(repetitions+1) * int64(2+4*c.loads) * c.bytes()
 }
 
 // cells lists what is measured, in its order.
@@ -173,24 +173,12 @@ type ReloadPoint struct {
 	// Host and Peer are loads from each; Peer is nil without peers.
 	Host *Load `json:"host"`
 	Peer *Load `json:"peer"`
-	// Speedup is the time of a load from the host over that of one from the peer, RawSpeedup
-	// the ratio of their raw rates; 0 without peers.
-	Speedup    float64 `json:"speedup,omitempty"`
-	RawSpeedup float64 `json:"raw_speedup,omitempty"`
-}
-
-// Load is how fast loads from one memory are.
-type Load struct {
-	// Seconds of one load alone, and BytesPerSecond of it.
-	Seconds        float64 `json:"load_s"`
-	BytesPerSecond float64 `json:"load_bytes_per_s"`
-	// QueuedBytesPerSecond is the rate of QueuedLoads loads that are queued at once.
-	QueuedLoads          int     `json:"queued_loads"`
-	QueuedBytesPerSecond float64 `json:"queued_bytes_per_s"`
-	// RawBytesPerSecond is the rate of the same copies queued on a stream.
-	RawBytesPerSecond float64 `json:"raw_bytes_per_s"`
-	// RawFraction is QueuedBytesPerSecond over RawBytesPerSecond.
-	RawFraction float64 `json:"raw_fraction"`
+	// Speedup is the time of a load from the host over that of one from the peer as the host
+	// sees them, CopySpeedup as the device does, and RawSpeedup the ratio of raw rates; 0
+	// without peers.
+	Speedup     float64 `json:"speedup,omitempty"`
+	CopySpeedup float64 `json:"copy_speedup,omitempty"`
+	RawSpeedup  float64 `json:"raw_speedup,omitempty"`
 }
 
 // Reload measures loads of KV entries to the GPU that computes, from the host and from a
@@ -231,17 +219,19 @@ func Reload(ctx context.Context, o ReloadOptions) (_ []ReloadPoint, err error) {
 // reloads is a measurement of loads.
 type reloads struct {
 	rig
-	o      ReloadOptions
-	pool   device.Region
-	engine *transfer.Engine
+	o    ReloadOptions
+	pool device.Region
+	// engine is as a server's, timed has times of the parts of loads.
+	engine, timed *transfer.Engine
 	// sources are the host, and the peer where there is one.
 	sources []*source
 }
 
 // source is a memory that blocks are loaded from.
 type source struct {
-	region device.Region
-	raw    *lane
+	machine device.Machine
+	region  device.Region
+	raw     *eval.Lane
 	// landed counts loads.
 	landed device.Fence
 	next   uint32
@@ -256,7 +246,7 @@ func (r *reloads) open(ctx context.Context) (err error) {
 		if len(r.sources) > 0 && space == device.Host {
 			continue // no peer
 		}
-		s := &source{}
+		s := &source{machine: r.machine}
 		if s.region, err = r.memory(space, needs[space], "offloaded"); err != nil {
 			return err
 		}
@@ -274,20 +264,23 @@ func (r *reloads) open(ctx context.Context) (err error) {
 		r.closers = append(r.closers, s.landed.Close)
 		s.next = s.landed.Value()
 		if host := r.sources; len(host) > 0 { // what is read has been written
-			if err := s.raw.stream.Copy(s.region.Range, host[0].region.Range); err != nil {
+			if err := s.raw.Stream.Copy(s.region.Range, host[0].region.Range); err != nil {
 				return err
 			}
-			if err := s.raw.stream.Synchronize(ctx); err != nil {
+			if err := s.raw.Stream.Synchronize(ctx); err != nil {
 				return err
 			}
 		}
 		r.sources = append(r.sources, s)
 	}
-	// Closed before the memory that it copies is freed.
-	if r.engine, err = transfer.New(transfer.Options{Machine: r.machine}); err == nil {
-		r.closers = append(r.closers, r.engine.Close)
+	// Closed before the memory that they copy is freed.
+	for e, timed := range map[**transfer.Engine]bool{&r.engine: false, &r.timed: true} {
+		if *e, err = transfer.New(transfer.Options{Machine: r.machine, Timed: timed}); err != nil {
+			return err
+		}
+		r.closers = append(r.closers, (*e).Close)
 	}
-	return err
+	return nil
 }
 
 // requests are the pieces of a cell's loads from a source.
@@ -305,84 +298,4 @@ func (r *reloads) requests(c *cell, s *source) [][]transfer.Piece {
 		all[i] = pieces[i*c.blocks : (i+1)*c.blocks]
 	}
 	return all
-}
-
-// point measures a cell.
-func (r *reloads) point(ctx context.Context, c *cell) (ReloadPoint, error) {
-	const single, queued, raw, ways = 0, 1, 2, 3
-	p := ReloadPoint{Models: c.entry.Models, EntryBytes: c.entry.Bytes, Entries: c.count, Layout: c.layout, Blocks: c.blocks, Bytes: c.bytes()}
-	times := make([][ways][]time.Duration, len(r.sources))
-	requests, all := make([][][]transfer.Piece, len(r.sources)), make([][]transfer.Piece, len(r.sources))
-	for i, s := range r.sources {
-		requests[i] = r.requests(c, s)
-		all[i] = slices.Concat(requests[i]...)
-	}
-	for n := range r.o.Repetitions + 1 {
-		for i, s := range r.sources {
-			for way, measure := range [ways]func() (time.Duration, error){
-				single: func() (time.Duration, error) { return r.load(ctx, s, requests[i][:1]) },
-				queued: func() (time.Duration, error) { return r.load(ctx, s, requests[i]) },
-				raw:    func() (time.Duration, error) { return s.copyRaw(ctx, all[i]) },
-			} {
-				took, err := measure()
-				if err != nil {
-					return p, err
-				}
-				if n > 0 { // the first is slower
-					times[i][way] = append(times[i][way], took)
-				}
-			}
-		}
-	}
-	loads := make([]*Load, len(r.sources))
-	for i := range r.sources {
-		took, bytes := median(times[i][single]), int64(c.loads)*c.bytes()
-		l := &Load{
-			Seconds: took.Seconds(), BytesPerSecond: rate(c.bytes(), took), QueuedLoads: c.loads,
-			QueuedBytesPerSecond: rate(bytes, median(times[i][queued])), RawBytesPerSecond: rate(bytes, median(times[i][raw])),
-		}
-		l.RawFraction = l.QueuedBytesPerSecond / l.RawBytesPerSecond
-		loads[i] = l
-	}
-	p.Host = loads[0]
-	if len(loads) > 1 {
-		p.Peer = loads[1]
-		p.Speedup, p.RawSpeedup = p.Host.Seconds/p.Peer.Seconds, p.Peer.RawBytesPerSecond/p.Host.RawBytesPerSecond
-	}
-	return p, nil
-}
-
-// load submits loads at once, waits for all of them, and returns how long it took.
-func (r *reloads) load(ctx context.Context, s *source, requests [][]transfer.Piece) (time.Duration, error) {
-	tickets := make([]*transfer.Ticket, len(requests))
-	began := r.machine.Now()
-	for i, pieces := range requests {
-		s.next++
-		t, err := r.engine.Submit(transfer.Request{
-			Pieces: pieces, Priority: transfer.KVLoad, Done: device.Point{Fence: s.landed, Value: s.next}, Label: transfer.Text("KV load measured"),
-		})
-		if err != nil {
-			return 0, err
-		}
-		tickets[i] = t
-	}
-	for _, t := range tickets {
-		if err := t.Wait(ctx); err != nil {
-			return 0, err
-		}
-	}
-	took := max(r.machine.Now()-began, 1)
-	for _, t := range tickets {
-		t.Release()
-	}
-	return took, nil
-}
-
-// copyRaw copies pieces on the stream, and returns how long it took on the device.
-func (s *source) copyRaw(ctx context.Context, pieces []transfer.Piece) (time.Duration, error) {
-	lanes := []*lane{s.raw}
-	if err := enqueue(lanes, len(pieces), func(_, i int) error { return s.raw.stream.Copy(pieces[i].Dst.Range, pieces[i].Src.Range) }); err != nil {
-		return 0, err
-	}
-	return span(ctx, lanes)
 }

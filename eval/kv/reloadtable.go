@@ -3,6 +3,7 @@ package kv
 import (
 	"cmp"
 	"fmt"
+	"io"
 	"slices"
 	"strconv"
 	"strings"
@@ -27,32 +28,61 @@ func (l *Loads) table(b *strings.Builder) {
 			}
 		}
 		w := tabwriter.NewWriter(b, 0, 0, 2, ' ', tabwriter.AlignRight)
-		head := "entries\tlayout\tsize\t"
-		sources := points[0].sources()
-		for _, s := range sources {
-			head += s.name + " ms\tGB/s\tqueued\traw\t% of raw\t"
-		}
-		if len(sources) > 1 {
-			head += "host/peer\tof raw rates\t"
-		}
-		fmt.Fprintln(w, head)
-		for _, p := range points {
-			fmt.Fprintf(w, "%d\t%s\t%s\t", p.Entries, p.Layout, eval.Size(p.Bytes))
-			for _, s := range p.sources() {
-				fmt.Fprintf(w, "%.4g\t%.4g\t%.4g\t%.4g\t%.1f\t", 1e3*s.Seconds, s.BytesPerSecond/1e9, s.QueuedBytesPerSecond/1e9, s.RawBytesPerSecond/1e9, 100*s.RawFraction)
-			}
-			if p.Peer != nil {
-				fmt.Fprintf(w, "%.2fx\t%.2fx\t", p.Speedup, p.RawSpeedup)
-			}
-			fmt.Fprintln(w)
-		}
+		l.rates(w, points)
 		w.Flush() //nolint:errcheck // writing to memory does not fail
+		b.WriteString("where the time of one load alone goes, µs:\n")
+		w = tabwriter.NewWriter(b, 0, 0, 2, ' ', tabwriter.AlignRight)
+		l.parts(w, points)
+		w.Flush() //nolint:errcheck // as above
 		b.WriteString("\n")
 	}
 	fmt.Fprintf(b, "blocks of %d tokens; scattered: each block is elsewhere in both memories; contiguous: one run in both\n", l.BlockTokens)
-	b.WriteString("ms, GB/s (10^9 bytes/s): one load alone, a request to the transfer engine, median; queued: GB/s of several such loads at once\n" +
-		"raw: GB/s of the same copies queued on a stream, without the engine; % of raw: queued over raw\n" +
-		"host/peer: time of a load from the host over that of one from a peer; of raw rates: the same ratio of raw copies\n")
+	b.WriteString("ms: one load alone, a request to the transfer engine, from its submission until the host goes on, median; copy ms: its copies on the device\n" +
+		"queued: GB/s (10^9 bytes/s) of several such loads at once, as the host sees them; raw: of the same copies without the engine, the faster of queued one by one and batched\n" +
+		"% of raw: queued over raw, and the same rate as the device sees it: from the start of the first copy to the end of the last\n" +
+		"host/peer: time of a load from the host over that of one from a peer; of copies: of their copies on the device; of raw rates: the same ratio of raw copies\n" +
+		"queue: until the host enqueues the first chunk; launch: until the device begins; copy; notice: until the host has signaled the end; wake: until the goroutine that waits goes on\n")
+}
+
+// rates writes a line for each point.
+func (l *Loads) rates(w io.Writer, points []ReloadPoint) {
+	head := "entries\tlayout\tsize\t"
+	sources := points[0].sources()
+	for _, s := range sources {
+		head += s.name + " ms\tcopy ms\tqueued\traw\t% of raw\tcopies\t"
+	}
+	if len(sources) > 1 {
+		head += "host/peer\tof copies\tof raw rates\t"
+	}
+	fmt.Fprintln(w, head)
+	for _, p := range points {
+		fmt.Fprintf(w, "%d\t%s\t%s\t", p.Entries, p.Layout, eval.Size(p.Bytes))
+		for _, s := range p.sources() {
+			fmt.Fprintf(w, "%.4g\t%.4g\t%.4g\t%.4g\t%.1f\t%.1f\t", 1e3*s.Seconds, 1e3*s.Copy, s.QueuedBytesPerSecond/1e9, s.best()/1e9, 100*s.RawFraction, 100*s.CopyFraction)
+		}
+		if p.Peer != nil {
+			fmt.Fprintf(w, "%.2fx\t%.2fx\t%.2fx\t", p.Speedup, p.CopySpeedup, p.RawSpeedup)
+		}
+		fmt.Fprintln(w)
+	}
+}
+
+// parts writes where the time of each point goes.
+func (l *Loads) parts(w io.Writer, points []ReloadPoint) {
+	head := "entries\tlayout\t"
+	for _, s := range points[0].sources() {
+		head += s.name + ": queue\tlaunch\tcopy\tnotice\twake\t"
+	}
+	fmt.Fprintln(w, head)
+	for _, p := range points {
+		fmt.Fprintf(w, "%d\t%s\t", p.Entries, p.Layout)
+		for _, s := range p.sources() {
+			for _, part := range []float64{s.Queue, s.Launch, s.Copy, s.Notice, s.Wake} {
+				fmt.Fprintf(w, "%.1f\t", 1e6*part)
+			}
+		}
+		fmt.Fprintln(w)
+	}
 }
 
 // of are the points of an entry.
@@ -81,15 +111,21 @@ func (p *ReloadPoint) sources() []named {
 	return all
 }
 
+// loadColumns are the keys of a Load.
+var loadColumns = []string{
+	"load_s", "load_bytes_per_s", "queue_s", "launch_s", "copy_s", "notice_s", "wake_s", "queued_loads",
+	"queued_bytes_per_s", "queued_copy_bytes_per_s", "raw_bytes_per_s", "batch_bytes_per_s", "raw_fraction", "copy_fraction",
+}
+
 // csv are the columns and the values of each point.
 func (l *Loads) csv() (columns []string, rows [][]string) {
 	columns = []string{"block_tokens", "models", "entry_bytes", "entries", "layout", "blocks", "bytes"}
 	for _, s := range []string{hostTier, peerTier} {
-		for _, c := range []string{"load_s", "load_bytes_per_s", "queued_loads", "queued_bytes_per_s", "raw_bytes_per_s", "raw_fraction"} {
+		for _, c := range loadColumns {
 			columns = append(columns, s+"_"+c)
 		}
 	}
-	columns = append(columns, "speedup", "raw_speedup")
+	columns = append(columns, "speedup", "copy_speedup", "raw_speedup")
 	ratio := func(v float64) string { // absent where JSON has no such key
 		if v == 0 {
 			return ""
@@ -100,12 +136,13 @@ func (l *Loads) csv() (columns []string, rows [][]string) {
 		row := []string{strconv.Itoa(l.BlockTokens), strings.Join(p.Models, ";"), strconv.FormatInt(p.EntryBytes, 10), strconv.Itoa(p.Entries), string(p.Layout), strconv.Itoa(p.Blocks), strconv.FormatInt(p.Bytes, 10)}
 		for _, x := range []*Load{p.Host, p.Peer} {
 			if x == nil {
-				row = append(row, "", "", "", "", "", "")
+				row = append(row, make([]string, len(loadColumns))...)
 				continue
 			}
-			row = append(row, float(x.Seconds), float(x.BytesPerSecond), strconv.Itoa(x.QueuedLoads), float(x.QueuedBytesPerSecond), float(x.RawBytesPerSecond), float(x.RawFraction))
+			row = append(row, float(x.Seconds), float(x.BytesPerSecond), float(x.Queue), float(x.Launch), float(x.Copy), float(x.Notice), float(x.Wake), strconv.Itoa(x.QueuedLoads),
+				float(x.QueuedBytesPerSecond), float(x.QueuedCopyBytesPerSecond), float(x.RawBytesPerSecond), ratio(x.BatchBytesPerSecond), float(x.RawFraction), float(x.CopyFraction))
 		}
-		rows = append(rows, append(row, ratio(p.Speedup), ratio(p.RawSpeedup)))
+		rows = append(rows, append(row, ratio(p.Speedup), ratio(p.CopySpeedup), ratio(p.RawSpeedup)))
 	}
 	return columns, rows
 }

@@ -1,13 +1,13 @@
 package kv
 
 import (
-	"context"
 	"errors"
 	"math/rand/v2"
 	"slices"
 	"time"
 
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/eval"
 	"github.com/moeserve/moeserve/transfer"
 )
 
@@ -40,75 +40,12 @@ func (r *rig) memory(space device.Space, bytes int64, label string) (device.Regi
 	return m.Region(0, bytes), nil
 }
 
-// lane is a stream with events around what is measured on it.
-type lane struct {
-	stream     device.Stream
-	start, end device.Event
-}
-
-func (r *rig) lane(space device.Space, name string) (*lane, error) {
-	l := &lane{}
-	for _, e := range []*device.Event{&l.start, &l.end} {
-		var err error
-		if *e, err = r.machine.NewEvent(); err != nil {
-			return nil, err
-		}
-		r.closers = append(r.closers, (*e).Close)
+func (r *rig) lane(space device.Space, name string) (*eval.Lane, error) {
+	l, err := eval.OpenLane(r.machine, space, name)
+	if err == nil {
+		r.closers = append(r.closers, l.Close)
 	}
-	var err error
-	if l.stream, err = r.machine.NewStream(space, device.StreamOptions{Name: name}); err != nil {
-		return nil, err
-	}
-	r.closers = append(r.closers, l.stream.Close)
-	return l, nil
-}
-
-// enqueue enqueues n operations on each lane, between its events: first number 0 of each, so
-// that none waits for the host to enqueue all of another's.
-func enqueue(lanes []*lane, n int, operation func(lane, number int) error) error {
-	for _, l := range lanes {
-		if err := l.stream.Record(l.start); err != nil {
-			return err
-		}
-	}
-	for number := range n {
-		for i := range lanes {
-			if err := operation(i, number); err != nil {
-				return err
-			}
-		}
-	}
-	for _, l := range lanes {
-		if err := l.stream.Record(l.end); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// span waits for what was enqueued on lanes, and returns the time from the first one's start
-// to the last one's end.
-func span(ctx context.Context, lanes []*lane) (time.Duration, error) {
-	var first, last time.Duration
-	for i, l := range lanes {
-		if err := l.stream.Synchronize(ctx); err != nil {
-			return 0, err
-		}
-		began, err := l.start.Time()
-		if err != nil {
-			return 0, err
-		}
-		ended, err := l.end.Time()
-		if err != nil {
-			return 0, err
-		}
-		if i == 0 || began < first {
-			first = began
-		}
-		last = max(last, ended)
-	}
-	// The clock may be coarser than a copy is long.
-	return max(last-first, 1), nil
+	return l, err
 }
 
 // blocks of one size fill a region from its start.
