@@ -9,6 +9,7 @@ import "C"
 
 import (
 	"fmt"
+	"math"
 	"runtime"
 	"sync"
 	"sync/atomic"
@@ -211,33 +212,61 @@ func (c *clock) read(g *gpu, e cu.Event) (time.Duration, error) {
 // the idle stream may share a queue with a stream that waits for a fence.
 const anchorPatience = 100 * time.Millisecond
 
-// renew records the anchor on the idle stream and waits for it, some microseconds.
-// ---
+// The host knows the time of an anchor to half of what recording it and waiting for it took. If
+// that is more than anchorSpan, the host was interrupted, and it tries again, at most anchorTries
+// times: an anchor that seems too late would put events behind the present.
+const (
+	anchorSpan  = 20 * time.Microsecond
+	anchorTries = 8
+)
+
+// renew makes the anchor the best of some that it records on the idle stream, in some
+// microseconds each. The context is current.
 func (c *clock) renew(g *gpu) error {
-	if !c.made {
-		var err error
-		if c.anchor, err = cu.MakeEvent(cu.DefaultEvent); err != nil {
+	best := time.Duration(math.MaxInt64)
+	for range anchorTries {
+		anchor, at, span, err := g.recordAnchor()
+		if err != nil && best == math.MaxInt64 {
 			return err
 		}
-		c.made = true
+		if err != nil {
+			break
+		}
+		if span >= best {
+			_ = cu.DestroyEvent(&anchor)
+			continue
+		}
+		c.close()
+		c.made, c.anchor, c.at, best = true, anchor, at, span
+		if span <= anchorSpan {
+			break
+		}
+	}
+	return nil
+}
+
+// recordAnchor records a new event on the idle stream, and waits for it: it was then at the time
+// at, give or take half of span. The context is current.
+func (g *gpu) recordAnchor() (anchor cu.Event, at, span time.Duration, err error) {
+	if anchor, err = cu.MakeEvent(cu.DefaultEvent); err != nil {
+		return anchor, 0, 0, err
 	}
 	before := g.m.Now()
-	if err := c.anchor.Record(g.idle); err != nil {
-		return err
-	}
-	for {
-		switch r := C.ms_event_query(g.context(), eventHandle(&c.anchor)); {
+	err = anchor.Record(g.idle)
+	for err == nil {
+		r := C.ms_event_query(g.context(), eventHandle(&anchor))
+		span = g.m.Now() - before
+		switch {
 		case r == success:
-			c.at = (before + g.m.Now()) / 2
-			return nil
-		case r != notReady:
-			return cuResult(r)
-		case g.m.Now()-before > anchorPatience:
-			c.close()
-			return cuResult(r)
+			return anchor, before + span/2, span, nil
+		case r != notReady || span > anchorPatience:
+			err = cuResult(r)
+		default:
+			runtime.Gosched()
 		}
-		runtime.Gosched()
 	}
+	_ = cu.DestroyEvent(&anchor) // the first error is the one that matters
+	return anchor, 0, 0, err
 }
 
 func (c *clock) close() {
