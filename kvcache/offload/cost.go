@@ -9,8 +9,9 @@ type Part struct {
 	Bytes          int64
 	// QueuedBytes are loaded from the medium before.
 	QueuedBytes int64
-	// BytesPerSecond is the expected rate of the path; 0: unknown.
-	BytesPerSecond float64
+	// Latency in seconds, and BytesPerSecond, are what is expected of a load; a rate of 0:
+	// unknown.
+	Latency, BytesPerSecond float64
 }
 
 // Decisions count what the cost model was asked.
@@ -23,8 +24,8 @@ type Decisions struct {
 
 // costs decides whether the blocks of a run are faster loaded or computed again. It is pure.
 //
-// A load takes what the queue before it and its bytes take on the path; parts from different
-// mediums are loaded at the same time. Computing takes what measured steps took, by the number
+// A load takes its latency, and what the queue before it and its bytes take on the path, by what
+// loads of all sizes took; parts from different mediums are loaded at the same time. Computing takes what measured steps took, by the number
 // of their tokens. The sequence waits for the load before the rest is computed, so a choice
 // costs the time of the slowest load and that of computing what is not loaded. Only prefixes of
 // the run can be loaded; all that end with a part are compared. While nothing is measured,
@@ -54,7 +55,7 @@ const (
 // computed reports a step.
 func (c *costs) computed(tokens int, seconds float64) {
 	if tokens > 0 && seconds > 0 {
-		c.steps.add(float64(tokens), seconds)
+		c.steps.add(lineDecay, float64(tokens), seconds)
 	}
 }
 
@@ -108,13 +109,9 @@ func (c *costs) choose(run []Part) int {
 			return len(run)
 		}
 		if _, ok := loads[p.Medium]; !ok {
-			loads[p.Medium] = float64(p.QueuedBytes) / p.BytesPerSecond
+			loads[p.Medium] = c.hysteresis(p.Medium)*p.Latency + float64(p.QueuedBytes)/p.BytesPerSecond
 		}
-		factor := 1 - hysteresis
-		if c.of(p.Medium).refused {
-			factor = 1 + hysteresis
-		}
-		loads[p.Medium] += factor * float64(p.Bytes) / p.BytesPerSecond
+		loads[p.Medium] += c.hysteresis(p.Medium) * float64(p.Bytes) / p.BytesPerSecond
 		slowest = max(slowest, loads[p.Medium])
 		rest -= p.Tokens
 		if s := slowest + c.seconds(rest); s < least {
@@ -125,6 +122,14 @@ func (c *costs) choose(run []Part) int {
 		best++
 	}
 	return best
+}
+
+// hysteresis is the factor of a load's time by the last choice.
+func (c *costs) hysteresis(medium string) float64 {
+	if c.of(medium).refused {
+		return 1 + hysteresis
+	}
+	return 1 - hysteresis
 }
 
 // count records that the first parts of a run are loaded and the others are not.
@@ -157,29 +162,34 @@ type line struct {
 }
 
 const (
-	// lineDecay is the weight of what was measured before in a new measurement.
+	// lineDecay is the weight of steps measured before in a new measurement.
 	lineDecay = 0.97
 	// minVariance of x, relative to its mean's square, from which a slope is known.
 	minVariance = 0.01
 )
 
-func (l *line) add(x, y float64) {
+// add adds a measurement; decay is the weight of those before.
+func (l *line) add(decay, x, y float64) {
 	for _, s := range []*float64{&l.n, &l.x, &l.y, &l.xx, &l.xy} {
-		*s *= lineDecay
+		*s *= decay
 	}
 	l.n, l.x, l.y, l.xx, l.xy = l.n+1, l.x+x, l.y+y, l.xx+x*x, l.xy+x*y
 	l.most = max(l.most, x)
 }
 
-// at is the line's value. Its slope is between that of a constant and of a line through the
-// origin; it is the latter's where x has hardly varied.
-func (l *line) at(x float64) float64 {
+// slope is between that of a constant and of a line through the origin; it is the latter's where
+// x has hardly varied.
+func (l *line) slope() (s float64, varied bool) {
 	meanX, meanY := l.x/l.n, l.y/l.n
 	variance := l.xx/l.n - meanX*meanX
 	if variance <= minVariance*meanX*meanX {
-		return meanY / meanX * x
+		return meanY / meanX, false
 	}
-	slope := (l.xy/l.n - meanX*meanY) / variance
-	slope = min(max(slope, 0), meanY/meanX)
-	return meanY + slope*(x-meanX)
+	return min(max((l.xy/l.n-meanX*meanY)/variance, 0), meanY/meanX), true
+}
+
+// at is the line's value.
+func (l *line) at(x float64) float64 {
+	s, _ := l.slope()
+	return l.y/l.n + s*(x-l.x/l.n)
 }

@@ -77,7 +77,7 @@ func TestLine(t *testing.T) {
 	var l line
 	for range 50 {
 		for _, n := range []float64{1, 300, 4096, 17} {
-			l.add(n, 0.02+1e-5*n)
+			l.add(lineDecay, n, 0.02+1e-5*n)
 		}
 	}
 	for _, n := range []float64{1, 100, 4096} {
@@ -86,7 +86,7 @@ func TestLine(t *testing.T) {
 		}
 	}
 	for range 300 {
-		l.add(512, 0.5)
+		l.add(lineDecay, 512, 0.5)
 	}
 	if got := l.at(512); math.Abs(got-0.5) > 1e-3 {
 		t.Errorf("%g seconds after the change", got)
@@ -96,8 +96,8 @@ func TestLine(t *testing.T) {
 	}
 	// Larger steps that take less time have no negative cost.
 	l = line{}
-	l.add(1, 2)
-	l.add(1000, 1)
+	l.add(lineDecay, 1, 2)
+	l.add(lineDecay, 1000, 1)
 	if got := l.at(1e6); got <= 0 {
 		t.Errorf("%g seconds", got)
 	}
@@ -123,8 +123,71 @@ func TestLoadRate(t *testing.T) {
 		t.Errorf("%g bytes per second, want %g", got, want)
 	}
 	c.loading(100, at(200))
-	c.loaded(load(100, 300), []int{0})
+	c.loaded(load(100, 200), []int{0}) // in no time
 	if got, want := c.rate.bytesPerSecond(), float64(40<<20)/0.04; math.Abs(got-want) > 1 {
-		t.Errorf("%g bytes per second after a small load, want %g", got, want)
+		t.Errorf("%g bytes per second after a load without a time, want %g", got, want)
+	}
+}
+
+// TestLoadCost: latency and rate are found from loads of all sizes, also where all are small; of one
+// size alone what the path does not need is latency, where its rate is known.
+func TestLoadCost(t *testing.T) {
+	const latency, rate = 2e-3, 1e9
+	for name, c := range map[string]struct {
+		sizes                 []int64
+		expected              float64
+		wantLatency, wantRate float64
+	}{
+		"nothing":                       {nil, 5e9, 0, 5e9},
+		"nothing, unknown":              {nil, 0, 0, 0},
+		"small":                         {[]int64{1 << 12, 1 << 14, 1 << 16, 1 << 18}, 0, latency, rate},
+		"large":                         {[]int64{1 << 22, 1 << 25, 1 << 27}, 0, latency, rate},
+		"all":                           {[]int64{1 << 12, 1 << 27}, 5e9, latency, rate},
+		"one size":                      {[]int64{1 << 16}, 0, 0, (1 << 16) / (latency + (1<<16)/rate)},
+		"one size, rate known":          {[]int64{1 << 16}, rate, latency, rate},
+		"one size, rate overestimated":  {[]int64{1 << 16}, 2 * rate, latency + (1<<16)/rate/2, 2 * rate},
+		"one size, rate underestimated": {[]int64{1 << 27}, rate / 2, 0, (1 << 27) / (latency + (1<<27)/rate)},
+	} {
+		var r loadRate
+		now := time.Duration(0)
+		for range 30 {
+			for _, n := range c.sizes {
+				r.begin(now)
+				r.bytes = n
+				now += time.Duration((latency + float64(n)/rate) * 1e9)
+				r.ended(now, true)
+			}
+		}
+		gotLatency, gotRate := r.cost(c.expected)
+		if math.Abs(gotLatency-c.wantLatency) > 1e-5 || math.Abs(gotRate-c.wantRate) > 0.01*c.wantRate {
+			t.Errorf("%s: %g s and %g bytes per second, want %g and %g", name, gotLatency, gotRate, c.wantLatency, c.wantRate)
+		}
+	}
+	// Larger loads that take less time have no rate below the path's, nor a negative one.
+	var r loadRate
+	r.times.add(rateDecay, 1000, 2)
+	r.times.add(rateDecay, 1e6, 1)
+	if l, rate := r.cost(1e9); l <= 0 || math.Abs(rate-1e9) > 1 {
+		t.Errorf("%g s and %g bytes per second", l, rate)
+	}
+	if l, rate := r.cost(0); l <= 0 || !math.IsInf(rate, 1) {
+		t.Errorf("%g s and %g bytes per second", l, rate)
+	}
+}
+
+// TestSmallLoadsAreChosen: between a few tokens and many the latency of a tier decides, either way.
+func TestSmallLoadsAreChosen(t *testing.T) {
+	c := measured(0, 1e-5, 4096) // 0.16 ms for a block of 16 tokens
+	for latency, want := range map[float64][2]int{
+		2e-5: {1, 1}, // computing one block takes longer
+		1e-3: {0, 1}, // and here a hundred
+		1:    {0, 0},
+	} {
+		for i, blocks := range []int{1, 150} {
+			run := []Part{{Medium: File, Tokens: 16 * blocks, Bytes: int64(blocks) << 12, Latency: latency, BytesPerSecond: 1e9}}
+			if got := c.choose(run); got != want[i] {
+				t.Errorf("latency %g s, %d blocks: %d parts, want %d", latency, blocks, got, want[i])
+			}
+		}
 	}
 }

@@ -165,6 +165,33 @@ func TestFactor(t *testing.T) {
 	}
 }
 
+// TestSmallLoads: what a tier takes is learned from loads of a few KiB, also of files, whose rate
+// nobody knows before. Then the choice is made both ways.
+func TestSmallLoads(t *testing.T) {
+	for _, c := range everyTier(t) {
+		for step, want := range map[float64]int{1e-6: 0, 1: 8} {
+			o := c.options
+			o.machine.HostLink = emulated.Link{BytesPerSecond: 1e6}
+			o.machine.PeerLink = o.machine.HostLink
+			r := newRig(t, o)
+			s := r.sequence(1, "a", 8)
+			r.fill(s, 0, 8)
+			r.store(s, 0, 8)
+			if n, l := r.load(s, 0); n != 8 || l.Blocks != 8 {
+				t.Errorf("%s: found %d, loaded %+v", c.name, n, l)
+			}
+			if got := r.stats(c.medium).BytesPerSecond; got < 5e5 || got > 1.1e6 {
+				t.Errorf("%s: %g bytes per second", c.name, got)
+			}
+			r.tiers.Computed(32, step)
+			if n, _ := r.tiers.Lookup(s.keys, 0, 100); n != want {
+				t.Errorf("%s: %d blocks where a step takes %g s, want %d", c.name, n, step, want)
+			}
+			r.close()
+		}
+	}
+}
+
 // TestCosts: with measured steps a slow tier is not loaded from, and a fast one is.
 func TestCosts(t *testing.T) {
 	for rate, want := range map[float64]int{1e4: 0, 1e9: 8} {

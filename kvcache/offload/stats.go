@@ -26,7 +26,8 @@ type TierStats struct {
 	FailedStores, FailedLoads, LostBlocks int64
 	// RaisedLoads are loads whose priority was raised, as they waited for long.
 	RaisedLoads int64
-	// BytesPerSecond is the measured rate of loads, before that the expected one; 0: unknown.
+	// BytesPerSecond is the mean rate of loads as measured, latency included, before that the
+	// expected one; 0: unknown.
 	BytesPerSecond float64
 }
 
@@ -62,7 +63,7 @@ func (t *Tiers) Decisions() Decisions {
 	return t.costs.decisions
 }
 
-// rate is the rate of loads in bytes per second; 0: unknown.
+// rate is the mean rate of loads in bytes per second; 0: unknown.
 func (l *level) rate() float64 {
 	if r := l.counts.rate.bytesPerSecond(); r > 0 {
 		return r
@@ -97,19 +98,18 @@ func (c *levelCounts) loaded(run *running, blocks []int) {
 	c.rate.ended(run.ended, c.loadingBytes == 0)
 }
 
-// loadRate measures the rate of loads over the times during which any was under way.
+// loadRate fits the time of loads to their bytes: a latency, and a time for each byte. What it
+// measures are times during which loads were under way, and how many bytes arrived; so small loads
+// teach it, too.
 type loadRate struct {
 	since time.Duration
 	bytes int64
-	// decayed sums.
-	sumBytes, sumSeconds float64
+	times line
 }
 
 const (
 	// rateDecay is the weight of what was measured before in a new measurement.
-	rateDecay = 0.7
-	// minRateBytes is the least that is measured: less would show latency only.
-	minRateBytes = 1 << 20
+	rateDecay = 0.9
 	// maxRateTime is the time after which a measurement ends though loads are under way.
 	maxRateTime = time.Second
 )
@@ -121,16 +121,31 @@ func (r *loadRate) ended(now time.Duration, idle bool) {
 	if !idle && took < maxRateTime {
 		return
 	}
-	if r.bytes >= minRateBytes && took > 0 {
-		r.sumBytes = rateDecay*r.sumBytes + float64(r.bytes)
-		r.sumSeconds = rateDecay*r.sumSeconds + took.Seconds()
+	if r.bytes > 0 && took > 0 {
+		r.times.add(rateDecay, float64(r.bytes), took.Seconds())
 	}
 	r.begin(now)
 }
 
+// bytesPerSecond is the mean of what was measured, latency included; 0: nothing.
 func (r *loadRate) bytesPerSecond() float64 {
-	if r.sumSeconds == 0 {
+	if r.times.n == 0 {
 		return 0
 	}
-	return r.sumBytes / r.sumSeconds
+	return r.times.x / r.times.y
+}
+
+// cost is what a load is expected to take: a latency in seconds, and a rate, in bytes per second
+// (0: unknown). expected is the rate of the path, 0: unknown. No load is faster than that; and while
+// all loads were of about one size, which does not show both, what is more than its time is latency.
+func (r *loadRate) cost(expected float64) (latency, bytesPerSecond float64) {
+	if r.times.n == 0 {
+		return 0, expected
+	}
+	bytes, seconds := r.times.x/r.times.n, r.times.y/r.times.n
+	each, varied := r.times.slope()
+	if expected > 0 && (!varied || each < 1/expected) {
+		each = min(1/expected, seconds/bytes)
+	}
+	return max(0, seconds-each*bytes), 1 / each
 }

@@ -271,7 +271,8 @@ func (t *Tiers) run(keys []kvcache.Key, from, tokens int) (run []Part, wait bool
 			return run, pending
 		}
 		if n := len(run); n == 0 || run[n-1].Medium != l.Name {
-			run = append(run, Part{Medium: l.Name, BytesPerSecond: l.rate(), QueuedBytes: l.counts.loadingBytes})
+			latency, rate := l.counts.rate.cost(l.BytesPerSecond())
+			run = append(run, Part{Medium: l.Name, Latency: latency, BytesPerSecond: rate, QueuedBytes: l.counts.loadingBytes})
 		}
 		p := &run[len(run)-1]
 		p.Blocks, p.Tokens, p.Bytes = p.Blocks+1, p.Tokens+blockTokens, p.Bytes+blockBytes
