@@ -147,15 +147,6 @@ func (h *Histogram) Observe(v float64) {
 // Collect implements Collector.
 func (h *Histogram) Collect(to *Sink) {
 	h.mu.Lock()
-	d := distribution{points: make([]point, 0, len(h.counts)), sum: h.sum}
-	for i, n := range h.counts {
-		d.count += n
-		at := math.Inf(1)
-		if i < len(h.bounds) {
-			at = h.bounds[i]
-		}
-		d.points = append(d.points, point{at, float64(d.count)})
-	}
-	h.mu.Unlock()
-	to.add(h.desc, histogram, series{distribution: d})
+	defer h.mu.Unlock()
+	to.Histogram(h.desc, h.bounds, h.counts, h.sum)
 }

@@ -61,6 +61,21 @@ func (s *Sink) Gauge(d *Desc, v float64, values ...string) {
 	s.add(d, gauge, series{labels: d.labels(values), value: v})
 }
 
+// Histogram takes the numbers of observations up to each bound and above the one before, with a last
+// one of those above all bounds, and their sum, with the values of its labels.
+func (s *Sink) Histogram(d *Desc, bounds []float64, counts []uint64, sum float64, values ...string) {
+	one := series{labels: d.labels(values), distribution: distribution{points: make([]point, 0, len(counts)), sum: sum}}
+	for i, n := range counts {
+		one.count += n
+		at := math.Inf(1)
+		if i < len(bounds) {
+			at = bounds[i]
+		}
+		one.points = append(one.points, point{at, float64(one.count)})
+	}
+	s.add(d, histogram, one)
+}
+
 func (s *Sink) add(d *Desc, k kind, one series) {
 	f, ok := s.families[d.name]
 	if !ok {

@@ -223,7 +223,7 @@ func model(names []string, defaults *sampling, n *node.Node) *server.Model {
 		Names: names, Engine: n.Engine(), Tokenizer: n.Text().Tokenizer, MaxModelLen: n.Info().Limits.MaxModelLen,
 		Vocab: n.Info().Config.Vocab, SpecialTokensInChat: n.Text().SpecialTokensInChat,
 		Defaults: defaults.params, ChatTokens: defaults.maxTokens, Created: time.Now(),
-		Collectors: n.Observe().Collectors(),
+		Collectors: n.Observe().Collectors(names[0]),
 		Residency:  func() any { return n.Observe().Residency() },
 		KV:         func() any { return n.Observe().KV() },
 	}

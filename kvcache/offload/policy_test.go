@@ -180,8 +180,14 @@ func TestSmallLoads(t *testing.T) {
 			if n, l := r.load(s, 0); n != 8 || l.Blocks != 8 {
 				t.Errorf("%s: found %d, loaded %+v", c.name, n, l)
 			}
-			if got := r.stats(c.medium).BytesPerSecond; got < 5e5 || got > 1.1e6 {
-				t.Errorf("%s: %g bytes per second", c.name, got)
+			got := r.stats(c.medium)
+			if got.BytesPerSecond < 5e5 || got.BytesPerSecond > 1.1e6 {
+				t.Errorf("%s: %g bytes per second", c.name, got.BytesPerSecond)
+			}
+			for _, x := range []offload.Transfers{got.Stores, got.Loads} { // of 8 KiB
+				if x.Seconds < 8e-3 || x.Seconds > 17e-3 || x.Sizes != [11]uint64{1} {
+					t.Errorf("%s: %+v", c.name, x)
+				}
 			}
 			r.tiers.Computed(32, step)
 			if n, _ := r.tiers.Lookup(s.keys, 0, 100); n != want {

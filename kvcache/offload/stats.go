@@ -1,6 +1,7 @@
 package offload
 
 import (
+	"slices"
 	"time"
 
 	"github.com/moeserve/moeserve/kvcache/tier"
@@ -16,6 +17,8 @@ type TierStats struct {
 	tier.Stats
 	// StoredBytes and LoadedBytes have been copied.
 	StoredBytes, LoadedBytes int64
+	// Stores and Loads are the transfers that copied these.
+	Stores, Loads Transfers
 	// StoringBytes are in stores under way, LoadingBytes in loads.
 	StoringBytes, LoadingBytes int64
 	// RefusedBlocks were offered and not stored: the tier had no room, the medium no memory, or
@@ -31,10 +34,40 @@ type TierStats struct {
 	BytesPerSecond float64
 }
 
+// Transfers are counters of those in one direction that have ended, of which blocks have arrived.
+type Transfers struct {
+	// Seconds from their starts to their ends, also while they waited for others.
+	Seconds float64
+	// Sizes are the numbers of transfers by the bytes that they copied: up to each of SizeBounds
+	// and more than the one before, and more than all.
+	Sizes [len(SizeBounds) + 1]uint64
+}
+
+// SizeBounds are the limits of sizes of transfers in bytes: vLLM's.
+var SizeBounds = [...]float64{1e6, 5e6, 10e6, 20e6, 40e6, 60e6, 80e6, 100e6, 150e6, 200e6}
+
+// Add adds the counters of others.
+func (t *Transfers) Add(o Transfers) {
+	t.Seconds += o.Seconds
+	for i, n := range o.Sizes {
+		t.Sizes[i] += n
+	}
+}
+
+// ended counts a transfer that has copied so many bytes.
+func (t *Transfers) ended(run *running, bytes int64) {
+	if bytes > 0 {
+		t.Seconds += (run.ended - run.began).Seconds()
+		i, _ := slices.BinarySearch(SizeBounds[:], float64(bytes))
+		t.Sizes[i]++
+	}
+}
+
 // levelCounts are the counters of a level.
 type levelCounts struct {
 	storedBytes, loadedBytes, storingBytes, loadingBytes int64
 	refused, failedStores, failedLoads, lost, raised     int64
+	stores, loads                                        Transfers
 
 	rate loadRate
 }
@@ -49,6 +82,7 @@ func (t *Tiers) Stats() []TierStats {
 		all = append(all, TierStats{
 			Medium: l.Name, BlockBytes: int64(t.factor) * t.o.Pool.Shape().BlockBytes(), Stats: l.account.Stats(),
 			StoredBytes: c.storedBytes, LoadedBytes: c.loadedBytes, StoringBytes: c.storingBytes, LoadingBytes: c.loadingBytes,
+			Stores: c.stores, Loads: c.loads,
 			RefusedBlocks: c.refused, FailedStores: c.failedStores, FailedLoads: c.failedLoads, LostBlocks: c.lost,
 			RaisedLoads: c.raised, BytesPerSecond: l.rate(),
 		})
@@ -74,9 +108,9 @@ func (l *level) rate() float64 {
 // stored counts a store that has ended, with the blocks that have arrived.
 func (c *levelCounts) stored(run *running, blocks []int) {
 	c.storingBytes -= run.bytes()
-	for _, i := range blocks {
-		c.storedBytes += run.job.Blocks[i].bytes()
-	}
+	n := run.bytesOf(blocks)
+	c.storedBytes += n
+	c.stores.ended(run, n)
 }
 
 // loading counts a load that begins at a time.
@@ -89,11 +123,10 @@ func (c *levelCounts) loading(bytes int64, now time.Duration) {
 
 // loaded counts a load that has ended, with the blocks that have arrived.
 func (c *levelCounts) loaded(run *running, blocks []int) {
-	for _, i := range blocks {
-		n := run.job.Blocks[i].bytes()
-		c.loadedBytes += n
-		c.rate.bytes += n
-	}
+	n := run.bytesOf(blocks)
+	c.loadedBytes += n
+	c.loads.ended(run, n)
+	c.rate.bytes += n
 	c.loadingBytes -= run.bytes()
 	c.rate.ended(run.ended, c.loadingBytes == 0)
 }

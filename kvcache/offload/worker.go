@@ -36,7 +36,8 @@ type running struct {
 	job      *Job
 	transfer Transfer      // nil: nothing was started
 	refused  []int         // blocks of the job, in ascending order
-	ended    time.Duration // when
+	began    time.Duration // when it was started
+	ended    time.Duration // when it had ended
 	ends     int           // points that are not reached; guarded by worker.mu
 }
 
@@ -64,6 +65,14 @@ func (r *running) bytes() int64 {
 	return n
 }
 
+// bytesOf are those of some of its blocks.
+func (r *running) bytesOf(blocks []int) (n int64) {
+	for _, i := range blocks {
+		n += r.job.Blocks[i].bytes()
+	}
+	return n
+}
+
 func newWorker(m device.Machine) (*worker, error) {
 	s, err := m.NewStream(device.Host, device.StreamOptions{Name: "kv transfers"})
 	if err != nil {
@@ -86,11 +95,12 @@ func (w *worker) start(r route, job *Job) (run *running, refused []int, err erro
 	if h == nil {
 		return nil, allOf(job), fmt.Errorf("no handler from %s to %s", r.from, r.to)
 	}
+	began := w.machine.Now()
 	t, refused, err := h.Start(job)
 	if t == nil {
 		return nil, allOf(job), err
 	}
-	run = &running{job: job, transfer: t, refused: refused}
+	run = &running{job: job, transfer: t, refused: refused, began: began}
 	return run, refused, errors.Join(err, w.watch(run))
 }
 

@@ -10,6 +10,6 @@
 // while requests run.
 //
 //	o := observe.New(observe.Parts{Store: store, …})
-//	metrics.Write(w, o.Collectors()...)
+//	metrics.Write(w, o.Collectors(name)...)
 //	report, err := o.Report(ctx)
 package observe

@@ -90,8 +90,9 @@ func (o *Observer) Harvest() Harvest {
 	return h
 }
 
-// Collectors collect the metrics of all parts but the engine's.
-func (o *Observer) Collectors() []metrics.Collector {
+// Collectors collect the metrics of all parts but the engine's. Those that have vLLM's names have the
+// name under which the model is served.
+func (o *Observer) Collectors(model string) []metrics.Collector {
 	return []metrics.Collector{
 		collector[Experts]{o.Experts},
 		collector[Links]{o.Links},
@@ -101,7 +102,7 @@ func (o *Observer) Collectors() []metrics.Collector {
 		}},
 		collector[Pipeline]{o.Pipeline},
 		collector[Harvest]{o.Harvest},
-		collector[KVTiers]{o.KVTiers},
+		collector[modelTiers]{func() modelTiers { return modelTiers{model, o.KVTiers()} }},
 	}
 }
 

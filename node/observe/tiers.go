@@ -38,8 +38,15 @@ type KVTier struct {
 	// Bytes copied.
 	StoredBytes int64 `json:"stored_bytes"`
 	LoadedBytes int64 `json:"loaded_bytes"`
+	// Seconds that stores and loads took, from start to end.
+	StoreTime float64 `json:"store_s"`
+	LoadTime  float64 `json:"load_s"`
 	// LoadRate is the measured rate of loads, or the expected one before; 0: unknown.
 	LoadRate float64 `json:"load_bytes_per_s"`
+
+	// Stores and Loads have the sizes of transfers, for the metrics.
+	Stores offload.Transfers `json:"-"`
+	Loads  offload.Transfers `json:"-"`
 }
 
 // KVDecisions count runs of blocks that a tier had when a sequence began.
@@ -70,23 +77,59 @@ func readTiers(t *offload.Tiers) KVTiers {
 			Offloaded: s.Stored, Reloaded: s.Loaded, Allocated: s.Allocated, Evicted: s.Evicted, Freed: s.Freed,
 			Refused: s.RefusedBlocks, Lost: s.LostBlocks, FailedStores: s.FailedStores, FailedLoads: s.FailedLoads,
 			StoredBytes: s.StoredBytes, LoadedBytes: s.LoadedBytes, LoadRate: s.BytesPerSecond,
+			StoreTime: s.Stores.Seconds, LoadTime: s.Loads.Seconds, Stores: s.Stores, Loads: s.Loads,
 		})
 	}
 	return k
 }
 
 var (
-	kvBlocks    = metrics.NewDesc("moeserve_kv_tier_blocks_total", "KV blocks of a tier that were offloaded (stored), reloaded (loaded), allocated for stores, evicted for others, and freed for other causes, as well as those refused for lack of room, lost (revoked or damaged), and whose copies failed.", "medium", "operation")
-	kvBytes     = metrics.NewDesc("vllm:kv_offload_total_bytes_total", "Bytes of KV blocks copied between the GPU and a tier, by source and destination: GPU_to_CPU, PEER_GPU_to_GPU.", "transfer_type")
+	kvBlocks    = metrics.NewDesc("moeserve_kv_tier_blocks_total", "KV blocks of a tier (PEER_GPU, CPU, FILE) that were offloaded (stored), reloaded (loaded), allocated for stores, evicted for others, and freed for other causes, as well as those refused for lack of room, lost (revoked or damaged), and whose copies failed.", "medium", "operation")
 	kvCapacity  = metrics.NewDesc("moeserve_kv_tier_capacity_blocks", "KV blocks that a tier can hold.", "medium")
 	kvUsed      = metrics.NewDesc("moeserve_kv_tier_used_blocks", "KV blocks of a tier that are allocated.", "medium")
 	kvDecisions = metrics.NewDesc("moeserve_kv_load_decisions_total", "Runs of blocks that a tier had when a sequence began: loaded, split between loading and computing, or computed again.", "choice")
+
+	// vLLM's names: by transfer type, as all of its versions have them, and since 0.26 by direction.
+	kvTypes = transferDescs{
+		bytes: metrics.NewDesc("vllm:kv_offload_total_bytes_total", "Bytes of KV blocks copied between the GPU and a tier, by source and destination: GPU_to_CPU, PEER_GPU_to_GPU, FILE_to_GPU.", "transfer_type"),
+		time:  metrics.NewDesc("vllm:kv_offload_total_time_total", "Seconds that copies of KV blocks between the GPU and a tier took, from start to end: those of several at a time add up.", "transfer_type"),
+		size:  metrics.NewDesc("vllm:kv_offload_size", "Bytes of each such copy, of one or more blocks.", "transfer_type"),
+	}
+	kvStores = transferDescs{
+		bytes: metrics.NewDesc("vllm:kv_offload_store_bytes_total", "Bytes of KV blocks stored in all tiers."),
+		time:  metrics.NewDesc("vllm:kv_offload_store_time_total", "Seconds that stores of KV blocks took, in all tiers."),
+		size:  metrics.NewDesc("vllm:kv_offload_store_size", "Bytes of each store, of one or more blocks."),
+	}
+	kvLoads = transferDescs{
+		bytes: metrics.NewDesc("vllm:kv_offload_load_bytes_total", "Bytes of KV blocks loaded from all tiers."),
+		time:  metrics.NewDesc("vllm:kv_offload_load_time_total", "Seconds that loads of KV blocks took, from all tiers."),
+		size:  metrics.NewDesc("vllm:kv_offload_load_size", "Bytes of each load, of one or more blocks."),
+	}
 )
 
-func (k KVTiers) collect(to *metrics.Sink) {
+// transferDescs describe the metrics of transfers.
+type transferDescs struct{ bytes, time, size *metrics.Desc }
+
+// collect adds the metrics of a model's transfers, which have copied so many bytes.
+func (d transferDescs) collect(to *metrics.Sink, model string, bytes int64, t offload.Transfers, labels ...string) {
+	of := func(d *metrics.Desc) *metrics.Desc { return d.With("model_name", model).With("engine", "0") }
+	to.Counter(of(d.bytes), float64(bytes), labels...)
+	to.Counter(of(d.time), t.Seconds, labels...)
+	to.Histogram(of(d.size), offload.SizeBounds[:], t.Sizes[:], float64(bytes), labels...)
+}
+
+// modelTiers are the tiers of a model, for the metrics.
+type modelTiers struct {
+	model string
+	KVTiers
+}
+
+func (k modelTiers) collect(to *metrics.Sink) {
 	if len(k.Tiers) == 0 {
 		return
 	}
+	var storedBytes, loadedBytes int64
+	var stores, loads offload.Transfers
 	for _, t := range k.Tiers {
 		for _, c := range []struct {
 			operation string
@@ -104,11 +147,16 @@ func (k KVTiers) collect(to *metrics.Sink) {
 		} {
 			to.Counter(kvBlocks, float64(c.blocks), t.Medium, c.operation)
 		}
-		to.Counter(kvBytes, float64(t.StoredBytes), offload.GPU+"_to_"+t.Medium)
-		to.Counter(kvBytes, float64(t.LoadedBytes), t.Medium+"_to_"+offload.GPU)
+		kvTypes.collect(to, k.model, t.StoredBytes, t.Stores, offload.GPU+"_to_"+t.Medium)
+		kvTypes.collect(to, k.model, t.LoadedBytes, t.Loads, t.Medium+"_to_"+offload.GPU)
 		to.Gauge(kvCapacity, float64(t.CapacityBlocks), t.Medium)
 		to.Gauge(kvUsed, float64(t.UsedBlocks), t.Medium)
+		storedBytes, loadedBytes = storedBytes+t.StoredBytes, loadedBytes+t.LoadedBytes
+		stores.Add(t.Stores)
+		loads.Add(t.Loads)
 	}
+	kvStores.collect(to, k.model, storedBytes, stores)
+	kvLoads.collect(to, k.model, loadedBytes, loads)
 	to.Counter(kvDecisions, float64(k.Decisions.Loaded), "loaded")
 	to.Counter(kvDecisions, float64(k.Decisions.Split), "split")
 	to.Counter(kvDecisions, float64(k.Decisions.Computed), "computed")
