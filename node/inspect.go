@@ -9,6 +9,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/kvcache/offload"
 	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/node/checkpoint"
 	"github.com/moeserve/moeserve/node/devices"
@@ -35,6 +36,8 @@ type Inspection struct {
 	// KV is the KV cache that gets the rest, in blocks of KVBlockBytes.
 	KV           sizing.KVFit
 	KVBlockBytes int64
+	// KVTiers keep blocks that the GPU has no room for, fastest first.
+	KVTiers []offload.TierSize
 	// Peers that may be borrowed from.
 	Peers []sizing.PeerBudget
 	// Problem is the error of Open for lack of memory on these devices, or nil. RunsHere is
@@ -100,6 +103,9 @@ func Inspect(o Options) (_ *Inspection, err error) {
 			}
 		}
 		in.Placement = append(in.Placement, LayerPlacement{l, tiers})
+	}
+	if in.KVTiers, err = u.kvTierSizes(); err != nil {
+		return nil, fault.Of(fault.ErrConfig, err)
 	}
 	in.KV, in.Problem = u.fit()
 	if in.Problem == nil && in.KV.MaxModelLen < u.needs.Limits.MaxModelLen {

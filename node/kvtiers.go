@@ -117,8 +117,5 @@ func (n *Node) openKVTiers(u *setup, pool *kvcache.Pool) error {
 	if o.Harvest != nil {
 		n.started(n.closeHarvest) // before the tiers, which are notified of every revocation
 	}
-	for _, t := range n.tiers.Stats() {
-		n.log.Info("KV tier opened", "medium", t.Medium, "blocks", t.Capacity, "block_bytes", t.BlockBytes)
-	}
 	return nil
 }

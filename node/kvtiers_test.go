@@ -10,6 +10,7 @@ import (
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/node/fault"
+	"github.com/moeserve/moeserve/node/observe"
 )
 
 // Settings of KV tiers that cannot work are refused at the start, with what to change.
@@ -199,4 +200,51 @@ func converse(t *testing.T, n *node.Node) string {
 		outs = append(outs, got...)
 	}
 	return digest(outs)
+}
+
+// TestInspectSaysKVTiers: the tiers that Inspect says will be there are those of a node, and take the
+// host memory that it says.
+func TestInspectSaysKVTiers(t *testing.T) {
+	s := configs.Defaults()
+	s.KV.TransferConfig = `{"kv_connector_extra_config": {"num_gpu_blocks": 8, "cpu_bytes_to_use": 50e6, "num_file_blocks": 9, "directory": "` + t.TempDir() + `", "block_size_factor": 2}}`
+	in, err := node.Inspect(node.Options{Settings: s})
+	if err != nil {
+		t.Fatal(err)
+	}
+	taken := func(s configs.Settings) (host int64, tiers []observe.KVTier) {
+		n, err := node.Open(t.Context(), node.Options{Settings: s})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer func() {
+			if err := n.Close(); err != nil {
+				t.Error(err)
+			}
+		}()
+		memory, err := n.Observe().Memories()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, m := range memory {
+			if m.Space == "host" {
+				host = m.Allocated
+			}
+		}
+		return host, n.Observe().KVTiers().Tiers
+	}
+	host, tiers := taken(s)
+	var predicted int64
+	if len(in.KVTiers) != 3 || len(tiers) != 3 {
+		t.Fatalf("%+v, said to be %+v", tiers, in.KVTiers)
+	}
+	for i, k := range in.KVTiers {
+		predicted += k.HostBytes
+		if got := tiers[i]; got.Medium != k.Medium || got.CapacityBlocks != k.Blocks || got.BlockBytes != k.BlockBytes || got.BlockTokens != k.BlockTokens {
+			t.Errorf("%+v, said to be %+v", got, k)
+		}
+	}
+	s.KV.TransferConfig = `{"kv_connector_extra_config": {"num_gpu_blocks": 8}}`
+	if without, _ := taken(s); host-without < predicted || host-without > predicted+1<<16 {
+		t.Errorf("%d bytes of host memory, said to be %d", host-without, predicted)
+	}
 }

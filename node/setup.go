@@ -82,11 +82,11 @@ func newSetup(o *Options, model *checkpoint.Model) (_ *setup, err error) {
 	if err != nil {
 		return nil, fault.Of(fault.ErrDevice, err)
 	}
-	if _, err := u.kvTiers.HostBytes(1, s.KV.BlockSize); err != nil {
-		return nil, fault.Of(fault.ErrConfig, fmt.Errorf("--kv-transfer-config: %w", err))
-	}
-	hostKV := func(blockBytes int64) int64 {
-		n, _ := u.kvTiers.HostBytes(blockBytes, s.KV.BlockSize) // checked above
+	hostKV := func(blockBytes int64) (n int64) {
+		all, _ := u.kvTiers.Tiers(blockBytes, s.KV.BlockSize) // checked below
+		for _, t := range all {
+			n += t.HostBytes
+		}
 		return n
 	}
 	u.footprint, err = sizing.New(sizing.Options{
@@ -95,7 +95,20 @@ func newSetup(o *Options, model *checkpoint.Model) (_ *setup, err error) {
 		ClearsKV: len(u.kvPeers) > 0, HostKV: hostKV,
 	})
 	u.full = u.footprint
+	if err == nil {
+		_, err = u.kvTierSizes()
+	}
 	return u, fault.Of(fault.ErrConfig, err)
+}
+
+// kvTierSizes are the tiers that the settings ask for.
+func (u *setup) kvTierSizes() ([]offload.TierSize, error) {
+	kv := u.footprint.KV()
+	all, err := u.kvTiers.Tiers(kv.BlockBytes(), kv.BlockTokens)
+	if err != nil {
+		return nil, fmt.Errorf("KV tiers: %w", err)
+	}
+	return all, nil
 }
 
 // choosePeers finds the memories of the machine that may be borrowed from. Where nothing is

@@ -101,6 +101,7 @@ type inspectResult struct {
 	Peers           []peerResult   `json:"peers"`
 	KVBlocks        int            `json:"kv_blocks"`
 	KVBlockBytes    int64          `json:"kv_block_bytes"`
+	KVTiers         []kvTierResult `json:"kv_tiers"`
 	MaxModelLen     int            `json:"max_model_len"`
 	Fits            bool           `json:"fits"`
 	Problem         string         `json:"problem,omitempty"`
@@ -126,6 +127,15 @@ type peerResult struct {
 	Experts  int    `json:"experts"`
 }
 
+// kvTierResult is a tier of KV blocks, and what of the host's memory it takes.
+type kvTierResult struct {
+	Medium    string `json:"medium"`
+	Blocks    int    `json:"blocks"`
+	Tokens    int    `json:"tokens"`
+	Bytes     int64  `json:"bytes"`
+	HostBytes int64  `json:"host_bytes"`
+}
+
 type partResult struct {
 	Name  string `json:"name"`
 	Bytes int64  `json:"bytes"`
@@ -139,7 +149,7 @@ func newInspectResult(set *settings, in *node.Inspection) *inspectResult {
 		Experts: z.ExpertCount, ExpertsPerLayer: c.Experts, TopK: c.TopK, Routing: in.Routing, DType: in.DType,
 		ExpertBytes: z.ExpertBytes, AllExpertBytes: z.Experts, DenseBytes: z.Other, KVTokenBytes: z.KVPerToken,
 		OffloadFraction: set.Offload.Fraction, Local: in.Resident, Offloaded: in.Offloaded,
-		Placement: []layerTiers{}, Peers: []peerResult{},
+		Placement: []layerTiers{}, Peers: []peerResult{}, KVTiers: []kvTierResult{},
 		KVBlocks: in.KV.Blocks, KVBlockBytes: in.KVBlockBytes, MaxModelLen: in.KV.MaxModelLen, Fits: in.Problem == nil,
 		RunsHere: in.Problem == nil && in.RunsHere == nil,
 	}
@@ -155,6 +165,9 @@ func newInspectResult(set *settings, in *node.Inspection) *inspectResult {
 	}
 	for _, p := range in.Peers {
 		r.Peers = append(r.Peers, peerResult(p))
+	}
+	for _, k := range in.KVTiers {
+		r.KVTiers = append(r.KVTiers, kvTierResult{k.Medium, k.Blocks, k.Blocks * k.BlockTokens, int64(k.Blocks) * k.BlockBytes, k.HostBytes})
 	}
 	if in.Problem != nil {
 		r.Problem = in.Problem.Error()
@@ -216,10 +229,26 @@ func printInspection(out io.Writer, set *settings, in *node.Inspection) error {
 	if in.Advice != "" {
 		t.line("\tless than the model's context of %d tokens; %s", c.MaxPositions, in.Advice)
 	}
+	for i, k := range in.KVTiers {
+		label := ""
+		if i == 0 {
+			label = "KV tiers"
+		}
+		line := fmt.Sprintf("%s\t%s", label, kvTierCapacity(k.Medium, k.Blocks, k.BlockTokens, k.BlockBytes))
+		if k.HostBytes > 0 {
+			line += "; host memory " + sizing.Bytes(k.HostBytes)
+		}
+		t.line("%s", line)
+	}
 	if in.RunsHere != nil && set.Device.Emulate == "" { // else it was asked about another machine
 		t.line("this machine\tdoes not hold the emulated memories: %v", in.RunsHere)
 	}
 	return t.print(out)
+}
+
+// kvTierCapacity is a tier of KV blocks in words.
+func kvTierCapacity(medium string, blocks, blockTokens int, blockBytes int64) string {
+	return fmt.Sprintf("%s: %s of %s for %d tokens, %s", medium, plural(int64(blocks), "block"), sizing.Bytes(blockBytes), blocks*blockTokens, sizing.Bytes(int64(blocks)*blockBytes))
 }
 
 // brief is an error without the parts of a memory space, which are printed above it.

@@ -61,7 +61,9 @@ type runReport struct {
 	Revocations map[string]int64 `json:"revocations"`
 	Links       []linkReport     `json:"links"`
 	Memory      observe.Memories `json:"memory"`
-	Layers      []observe.Layer  `json:"layers"`
+	// KVTiers keep KV blocks that the GPU has no room for, fastest first.
+	KVTiers []observe.KVTier `json:"kv_tiers"`
+	Layers  []observe.Layer  `json:"layers"`
 }
 
 // linkReport is what was copied from one memory to another: while loading, and for the
@@ -93,7 +95,7 @@ func newRunResult(a *answer, loaded, r *observe.Report) *runResult {
 		Steps: r.Steps, Retried: r.Retried,
 		StallSeconds: r.Pipeline.Stalls.ByName(), GraphCaptures: int64(r.Pipeline.Graphs.Captured), GraphLaunches: int64(r.Pipeline.Graphs.Launched),
 		Experts: r.Experts, Peers: r.Harvest.Borrowed(), Revocations: r.Harvest.Revocations,
-		Links: []linkReport{}, Memory: r.Memory, Layers: append([]observe.Layer{}, r.Layers...),
+		Links: []linkReport{}, Memory: r.Memory, KVTiers: append([]observe.KVTier{}, r.KVTiers.Tiers...), Layers: append([]observe.Layer{}, r.Layers...),
 	}
 	if n := len(a.ids) - 1; n > 0 {
 		report.TPOTSeconds = a.decode.Seconds() / float64(n)
@@ -332,6 +334,10 @@ func (p *runReport) details() []string {
 			line += fmt.Sprintf(", peak %s of %s", sizing.Bytes(p.Memory[i].Peak), sizing.Bytes(p.Memory[i].Capacity))
 		}
 		lines = append(lines, line)
+	}
+	for i := range p.KVTiers {
+		k := &p.KVTiers[i]
+		lines = append(lines, fmt.Sprintf("KV tier\t%s; %d stored, %d loaded", kvTierCapacity(k.Medium, k.CapacityBlocks, k.BlockTokens, k.BlockBytes), k.Offloaded, k.Reloaded))
 	}
 	if n := counted(p.Revocations); n != "" {
 		lines = append(lines, "revocations\t"+n)

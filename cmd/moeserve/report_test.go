@@ -64,6 +64,7 @@ func TestReport(t *testing.T) {
 			link(device.HBM(1), gpu, 20<<20, 2*time.Millisecond, 1e10), link(device.HBM(2), gpu, 40<<20, 4*time.Millisecond, 1e10),
 			link(gpu, host, 1<<20, time.Millisecond, 0),
 		},
+		KVTiers: observe.KVTiers{Tiers: []observe.KVTier{{Medium: "CPU", CapacityBlocks: 100, BlockTokens: 32, BlockBytes: 4 << 20, Offloaded: 7, Reloaded: 5}}},
 		Memory: observe.Memories{
 			{Space: "host", Capacity: 64 << 30, Peak: 1 << 30},
 			{Space: "gpu0", Capacity: 80 << 30, Peak: 2 << 30},
@@ -107,6 +108,7 @@ prefetch     25 predicted by the router of the next layer, 19 of them used (accu
 moves        4 promoted to peers, 0 demoted, 1 revoked, 0 swapped with resident experts; 4.00 MiB copied
 peer         gpu1: 1.00 GiB borrowed, peak 3.00 GiB of 80.00 GiB
 peer         gpu2: 0 B borrowed, peak 4.00 GiB of 80.00 GiB
+KV tier      CPU: 100 blocks of 4.00 MiB for 3200 tokens, 400.00 MiB; 7 stored, 5 loaded
 revocations  2 for pressure
 stalls       expert-copy 500 ms
 link         host to gpu0: 10.00 MiB at 5.24 GB/s, link utilization 0.5 % in 10 copies; 1.00 MiB more while loading

@@ -23,6 +23,7 @@ type startup struct {
 	experts     observe.Experts
 	expertBytes int64
 	kv          engine.State
+	kvTiers     []observe.KVTier
 	maxModelLen int
 	peers       []peerMemory
 }
@@ -38,7 +39,7 @@ func newStartup(model, address string, n *node.Node) *startup {
 	placed := o.Residency()
 	s := &startup{
 		model: model, address: address, device: deviceInWords(info.Device, o.Backend(), n.Machine().Capabilities().Emulated),
-		experts: o.Experts(), expertBytes: placed.Experts.ExpertBytes, kv: n.Engine().State(), maxModelLen: info.Limits.MaxModelLen,
+		experts: o.Experts(), expertBytes: placed.Experts.ExpertBytes, kv: n.Engine().State(), kvTiers: o.KVTiers().Tiers, maxModelLen: info.Limits.MaxModelLen,
 	}
 	s.memory, _ = o.Memories() // a device that is lost by now has none
 	names := map[string]string{}
@@ -69,6 +70,10 @@ func (s *startup) log(to *slog.Logger) {
 		to.Info("peer", "device", p.device, "name", p.name, "borrowed_bytes", byteCount(p.borrowed), "borrowable_bytes", byteCount(p.borrowable), "other_processes_bytes", byteCount(p.other))
 	}
 	to.Info("KV cache", "tokens", s.kv.KVBlocks*s.kv.BlockTokens, "max_model_len", s.maxModelLen, "full_context_sequences", s.fullContext())
+	for i := range s.kvTiers {
+		k := &s.kvTiers[i]
+		to.Info("KV tier", "medium", k.Medium, "blocks", k.CapacityBlocks, "tokens", k.CapacityBlocks*k.BlockTokens, "bytes", byteCount(int64(k.CapacityBlocks)*k.BlockBytes))
+	}
 	to.Info("serving", "model", s.model, "address", s.address)
 }
 

@@ -163,6 +163,14 @@ func (c Config) policies() (StorePolicy, LoadPolicy, error) {
 // cpuBytesNames are the settings that set Config.CPUBytes, for errors.
 const cpuBytesNames = "--kv-offloading-size (or cpu_bytes_to_use)"
 
+// cpuKey is the setting of the size in host memory.
+func (c Config) cpuKey() string {
+	if c.CPUBytes > 0 {
+		return cpuBytesNames
+	}
+	return "num_cpu_blocks"
+}
+
 // factor is the number of the GPU's blocks in a tier's block.
 func (c Config) factor(blockTokens int) (int, error) {
 	switch {
@@ -176,22 +184,41 @@ func (c Config) factor(blockTokens int) (int, error) {
 	return c.BlockTokens / blockTokens, nil
 }
 
-// HostBytes is the pinned host memory that the tiers take, where a block of the GPU has so
-// many bytes and tokens.
-func (c Config) HostBytes(blockBytes int64, blockTokens int) (int64, error) {
+// TierSize is the capacity of one tier.
+type TierSize struct {
+	Medium string
+	// Blocks of the tier, of BlockTokens and BlockBytes each.
+	Blocks, BlockTokens int
+	BlockBytes          int64
+	// HostBytes is the pinned host memory that it takes: of its blocks, or of staging buffers.
+	HostBytes int64
+}
+
+// Tiers are those of the built-in mediums, fastest first, where a block of the GPU has so many
+// bytes and tokens. A size of less than one block is an error.
+func (c Config) Tiers(blockBytes int64, blockTokens int) (all []TierSize, err error) {
 	factor, err := c.factor(blockTokens)
 	if err != nil {
-		return 0, err
+		return nil, err
 	}
-	blockBytes *= int64(factor)
-	n := int64(c.CPUBlocks) * blockBytes
-	if c.CPUBlocks == 0 {
-		n = c.CPUBytes / blockBytes * blockBytes
+	blockBytes, blockTokens = blockBytes*int64(factor), blockTokens*factor
+	cpu := int64(c.CPUBlocks)
+	if c.CPUBytes > 0 {
+		if cpu = c.CPUBytes / blockBytes; cpu == 0 {
+			return nil, fmt.Errorf("%s of %d bytes is less than one block of %d bytes; raise it", cpuBytesNames, c.CPUBytes, blockBytes)
+		}
 	}
-	if c.FileBlocks > 0 {
-		n += stagingBuffers * bufferBlocks(blockBytes) * blockBytes
+	for _, t := range []TierSize{
+		{Medium: PeerGPU, Blocks: c.GPUBlocks},
+		{Medium: CPU, Blocks: int(cpu), HostBytes: cpu * blockBytes},
+		{Medium: File, Blocks: c.FileBlocks, HostBytes: stagingBuffers * bufferBlocks(blockBytes) * blockBytes},
+	} {
+		if t.Blocks > 0 {
+			t.BlockTokens, t.BlockBytes = blockTokens, blockBytes
+			all = append(all, t)
+		}
 	}
-	return n, nil
+	return all, nil
 }
 
 // transferConfig is the JSON of --kv-transfer-config.

@@ -111,19 +111,23 @@ func FuzzParseTransferConfig(f *testing.F) {
 	})
 }
 
-func TestHostBytes(t *testing.T) {
-	for want, c := range map[int64]Config{
-		0:                       {GPUBlocks: 7},
-		10 * 2 * 1000:           {CPUBlocks: 10, BlockFactor: 2},
-		4 * 1000:                {CPUBytes: 4999},
-		1000 + 8*(4194*1000):    {CPUBlocks: 1, FileBlocks: 7},
-		8*5000*1000 + 2*5000000: {CPUBlocks: 2, FileBlocks: 7, BlockTokens: 16 * 5000},
+func TestTierSizes(t *testing.T) {
+	for name, x := range map[string]struct {
+		config Config
+		want   []TierSize
+		err    string
+	}{
+		"peers":             {Config{GPUBlocks: 7}, []TierSize{{PeerGPU, 7, 16, 1000, 0}}, ""},
+		"two blocks in one": {Config{CPUBlocks: 10, BlockFactor: 2}, []TierSize{{CPU, 10, 32, 2000, 20000}}, ""},
+		"bytes":             {Config{CPUBytes: 4999}, []TierSize{{CPU, 4, 16, 1000, 4000}}, ""},
+		"files":             {Config{CPUBlocks: 1, FileBlocks: 7}, []TierSize{{CPU, 1, 16, 1000, 1000}, {File, 7, 16, 1000, 8 * 4194 * 1000}}, ""},
+		"large blocks":      {Config{FileBlocks: 7, BlockTokens: 16 * 5000}, []TierSize{{File, 7, 80000, 5000000, 8 * 5000000}}, ""},
+		"too small":         {Config{CPUBytes: 999}, nil, "cpu_bytes_to_use) of 999 bytes is less than one block of 1000 bytes"},
+		"no multiple":       {Config{CPUBlocks: 1, BlockTokens: 5}, nil, "block_size is 5 tokens"},
 	} {
-		if got, err := c.HostBytes(1000, 16); got != want || err != nil {
-			t.Errorf("%+v: %d bytes, want %d: %v", c, got, want, err)
+		got, err := x.config.Tiers(1000, 16)
+		if !reflect.DeepEqual(got, x.want) || (err == nil) != (x.err == "") || err != nil && !strings.Contains(err.Error(), x.err) {
+			t.Errorf("%s: %+v, %v; want %+v", name, got, err, x.want)
 		}
-	}
-	if _, err := (Config{BlockTokens: 5}).HostBytes(1000, 16); err == nil {
-		t.Error("no error")
 	}
 }

@@ -50,16 +50,13 @@ type builtinSpec struct{ c Config }
 // builtin returns the constructor of a spec of these mediums. Sizes of others are refused.
 func builtin(mediums ...string) func(Config) (Spec, error) {
 	return func(c Config) (Spec, error) {
-		any, cpuKey := false, "num_cpu_blocks"
-		if c.CPUBytes > 0 {
-			cpuKey = cpuBytesNames
-		}
+		any := false
 		for _, s := range []struct {
 			medium, key string
 			set         bool
 		}{
 			{PeerGPU, "num_gpu_blocks", c.GPUBlocks > 0},
-			{CPU, cpuKey, c.CPUBlocks > 0 || c.CPUBytes > 0},
+			{CPU, c.cpuKey(), c.CPUBlocks > 0 || c.CPUBytes > 0},
 			{File, "num_file_blocks", c.FileBlocks > 0},
 		} {
 			here := slices.Contains(mediums, s.medium)
@@ -91,19 +88,8 @@ func (s builtinSpec) Open(e Env) (all []*Medium, err error) {
 	if c.GPUBlocks > 0 && !add(openPeers(e, c)) {
 		return all, err
 	}
-	switch {
-	case c.CPUBlocks > 0:
-		if !add(openCPU(e, c.CPUBlocks, "num_cpu_blocks")) {
-			return all, err
-		}
-	case c.CPUBytes > 0:
-		n := c.CPUBytes / e.BlockBytes
-		if n == 0 {
-			return all, fmt.Errorf("%s of %d bytes is less than one block of %d bytes; raise it", cpuBytesNames, c.CPUBytes, e.BlockBytes)
-		}
-		if !add(openCPU(e, int(n), cpuBytesNames)) {
-			return all, err
-		}
+	if n := max(int64(c.CPUBlocks), c.CPUBytes/e.BlockBytes); n > 0 && !add(openCPU(e, int(n), c.cpuKey())) {
+		return all, err
 	}
 	if c.FileBlocks > 0 {
 		add(openFiles(e, c))

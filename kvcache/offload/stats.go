@@ -10,8 +10,9 @@ import (
 // TierStats are the counters of one tier. Blocks are the tier's.
 type TierStats struct {
 	Medium string
-	// BlockBytes is the size of a block.
-	BlockBytes int64
+	// BlockBytes is the size of a block, BlockTokens its number of tokens.
+	BlockBytes  int64
+	BlockTokens int
 	// Stats of the account: Stored is what vLLM's peer tier calls blocks offloaded, Loaded
 	// blocks reloaded.
 	tier.Stats
@@ -80,7 +81,7 @@ func (t *Tiers) Stats() []TierStats {
 	for _, l := range t.levels {
 		c := &l.counts
 		all = append(all, TierStats{
-			Medium: l.Name, BlockBytes: int64(t.factor) * t.o.Pool.Shape().BlockBytes(), Stats: l.account.Stats(),
+			Medium: l.Name, BlockBytes: int64(t.factor) * t.o.Pool.Shape().BlockBytes(), BlockTokens: t.factor * t.o.Blocks.BlockTokens(), Stats: l.account.Stats(),
 			StoredBytes: c.storedBytes, LoadedBytes: c.loadedBytes, StoringBytes: c.storingBytes, LoadingBytes: c.loadingBytes,
 			Stores: c.stores, Loads: c.loads,
 			RefusedBlocks: c.refused, FailedStores: c.failedStores, FailedLoads: c.failedLoads, LostBlocks: c.lost,

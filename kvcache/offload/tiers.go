@@ -147,6 +147,9 @@ func (t *Tiers) open() (err error) {
 	if err != nil {
 		return err
 	}
+	if _, err := c.Tiers(t.o.Pool.Shape().BlockBytes(), t.o.Blocks.BlockTokens()); err != nil {
+		return err
+	}
 	if t.stores, t.reads, err = c.policies(); err != nil {
 		return err
 	}

@@ -23,6 +23,7 @@ type Report struct {
 	Links    Links
 	Harvest  Harvest
 	Pipeline Pipeline
+	KVTiers  KVTiers
 	// Dynamic: experts may be swapped.
 	Dynamic bool
 	// Steps that ended; Retried of them were run again after a failed copy.
@@ -47,7 +48,7 @@ func (o *Observer) Report(ctx context.Context) (Report, error) {
 	p := &o.p
 	r := Report{
 		Model: p.Model, Backend: p.Backend, Dynamic: p.Dynamic, LoadTime: p.LoadTime,
-		Experts: o.Experts(), Links: o.Links(), Harvest: o.Harvest(), Pipeline: o.Pipeline(),
+		Experts: o.Experts(), Links: o.Links(), Harvest: o.Harvest(), Pipeline: o.Pipeline(), KVTiers: o.KVTiers(),
 	}
 	state := p.Engine.State()
 	r.Steps, r.Retried = state.Steps, state.Retried

@@ -14,11 +14,12 @@ type KVTiers struct {
 	Decisions KVDecisions `json:"decisions"`
 }
 
-// KVTier is one tier. Blocks are the tier's, of BlockBytes each.
+// KVTier is one tier. Blocks are the tier's, of BlockBytes and BlockTokens each.
 type KVTier struct {
 	// Medium is PEER_GPU, CPU or FILE, or one that was registered.
-	Medium     string `json:"medium"`
-	BlockBytes int64  `json:"block_bytes"`
+	Medium      string `json:"medium"`
+	BlockBytes  int64  `json:"block_bytes"`
+	BlockTokens int    `json:"block_tokens"`
 	// Capacity, Used and Pinned blocks; pinned ones are read by loads.
 	CapacityBlocks int `json:"capacity_blocks"`
 	UsedBlocks     int `json:"used_blocks"`
@@ -72,7 +73,7 @@ func readTiers(t *offload.Tiers) KVTiers {
 	k := KVTiers{Tiers: []KVTier{}, Decisions: KVDecisions(t.Decisions())}
 	for _, s := range t.Stats() {
 		k.Tiers = append(k.Tiers, KVTier{
-			Medium: s.Medium, BlockBytes: s.BlockBytes,
+			Medium: s.Medium, BlockBytes: s.BlockBytes, BlockTokens: s.BlockTokens,
 			CapacityBlocks: s.Capacity, UsedBlocks: s.Capacity - s.Free, PinnedBlocks: s.Pinned,
 			Offloaded: s.Stored, Reloaded: s.Loaded, Allocated: s.Allocated, Evicted: s.Evicted, Freed: s.Freed,
 			Refused: s.RefusedBlocks, Lost: s.LostBlocks, FailedStores: s.FailedStores, FailedLoads: s.FailedLoads,
