@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"math"
 	"reflect"
 	"slices"
 	"strings"
@@ -93,6 +94,9 @@ func (c Config) Validate() error {
 	return err
 }
 
+// maxBlocks is the largest number of blocks that a tier's account has.
+const maxBlocks = math.MaxInt32 - 1
+
 // validateValues is Validate, except for what the spec says of the tiers' sizes.
 func (c Config) validateValues() error {
 	for _, f := range []struct {
@@ -109,6 +113,9 @@ func (c Config) validateValues() error {
 	} {
 		if f.value < 0 {
 			return fmt.Errorf("%s is %d; it must be positive", f.key, f.value)
+		}
+		if f.value > maxBlocks {
+			return fmt.Errorf("%s is %d; it must be at most %d", f.key, f.value, maxBlocks)
 		}
 	}
 	switch {
@@ -213,6 +220,9 @@ func (c Config) Tiers(blockBytes int64, blockTokens int) (all []TierSize, err er
 		{Medium: CPU, Blocks: int(cpu), HostBytes: cpu * blockBytes},
 		{Medium: File, Blocks: c.FileBlocks, HostBytes: stagingBuffers * bufferBlocks(blockBytes) * blockBytes},
 	} {
+		if int64(t.Blocks) > math.MaxInt64/blockBytes {
+			return nil, fmt.Errorf("%d blocks of %d bytes in tier %s are more than there can be; lower its size", t.Blocks, blockBytes, t.Medium)
+		}
 		if t.Blocks > 0 {
 			t.BlockTokens, t.BlockBytes = blockTokens, blockBytes
 			all = append(all, t)

@@ -92,7 +92,7 @@ func openFiles(e Env, c Config) (*Medium, error) {
 
 func (f *fileMemory) open() error {
 	if err := f.folder.probe(f.env.BlockBytes); err != nil {
-		return fmt.Errorf("cannot write a block of %d bytes to directory: %w", f.env.BlockBytes, err)
+		return fmt.Errorf("cannot write a block of %d bytes: %w; make room in directory, or name another", f.env.BlockBytes, err)
 	}
 	for i := range fileStreams {
 		s, err := f.env.Machine.NewStream(device.Host, device.StreamOptions{Name: fmt.Sprintf("kv files %d", i+1)})

@@ -3,7 +3,6 @@ package offload_test
 import (
 	"context"
 	"errors"
-	"fmt"
 	"strings"
 	"sync"
 	"testing"
@@ -152,7 +151,7 @@ func (r *rig) failingStreams(during string, blocks int, arm func(bool)) {
 		r.Errorf("found %d, loaded %+v", n, l)
 	}
 	if r.tiers.Pending() > 0 || r.tiers.Busy() {
-		r.Error(fmt.Sprintf("%d loads are pending", r.tiers.Pending()))
+		r.Errorf("%d loads are pending", r.tiers.Pending())
 	}
 }
 
