@@ -2,12 +2,15 @@ package node_test
 
 import (
 	"errors"
+	"fmt"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/metrics"
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/node/fault"
 	"github.com/moeserve/moeserve/node/observe"
@@ -246,5 +249,70 @@ func TestInspectSaysKVTiers(t *testing.T) {
 	s.KV.TransferConfig = `{"kv_connector_extra_config": {"num_gpu_blocks": 8}}`
 	if without, _ := taken(s); host-without < predicted || host-without > predicted+1<<16 {
 		t.Errorf("%d bytes of host memory, said to be %d", host-without, predicted)
+	}
+}
+
+// TestKVTierCounters: the five counters of each tier add up, and are the same in Go, in the metrics
+// and in what /debug/kv shows.
+func TestKVTierCounters(t *testing.T) {
+	s := configs.Defaults()
+	s.KV.TransferConfig = `{"kv_connector_extra_config": {"num_gpu_blocks": 12, "num_cpu_blocks": 7, "num_file_blocks": 20, "directory": "` + t.TempDir() + `", "eviction_policy": "arc", "load_policy": "always"}}`
+	s.KV.EnablePrefixCaching, s.KV.NumGPUBlocksOverride = false, 14
+	n, err := node.Open(t.Context(), node.Options{Settings: s})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := n.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	p := engine.DefaultParams()
+	p.MaxTokens, p.IgnoreEOS = 12, true
+	for round := range 9 {
+		ids := make([]int32, 70)
+		for i := range ids {
+			ids[i] = int32(3 + (i*7+round%3*5)%40)
+		}
+		if _, err := n.Engine().Generate(t.Context(), []engine.Request{{Prompt: ids, Params: p}, {Prompt: ids[:60], Params: p}}, nil); err != nil {
+			t.Fatal(err)
+		}
+		if round == 5 {
+			n.Engine().ResetPrefixCache(true)
+		}
+	}
+	// Stores of the last request may be under way: nothing changes between two equal readings.
+	var text strings.Builder
+	var k observe.KVTiers
+	for {
+		k = n.Observe().KVTiers()
+		text.Reset()
+		if err := metrics.Write(&text, n.Observe().Collectors("m")...); err != nil {
+			t.Fatal(err)
+		}
+		if reflect.DeepEqual(k, n.Observe().KVTiers()) {
+			break
+		}
+	}
+	var loaded int64
+	for _, tier := range k.Tiers {
+		for operation, blocks := range map[string]int64{
+			"offloaded": tier.Offloaded, "reloaded": tier.Reloaded, "allocated": tier.Allocated, "evicted": tier.Evicted, "freed": tier.Freed,
+		} {
+			if want := fmt.Sprintf("moeserve_kv_tier_blocks_total{medium=%q,operation=%q} %d\n", tier.Medium, operation, blocks); !strings.Contains(text.String(), want) {
+				t.Errorf("no metric %s", want)
+			}
+		}
+		if tier.Allocated-tier.Evicted-tier.Freed != int64(tier.UsedBlocks) || tier.Offloaded > tier.Allocated || tier.Allocated == 0 || tier.Freed == 0 {
+			t.Errorf("%+v", tier)
+		}
+		// Copies of before the reset that ended behind it have bytes, and no blocks.
+		if tier.StoredBytes < tier.Offloaded*tier.BlockBytes || tier.LoadedBytes < tier.Reloaded*tier.BlockBytes {
+			t.Errorf("bytes of other blocks: %+v", tier)
+		}
+		loaded += tier.Reloaded
+	}
+	if loaded == 0 || len(k.Tiers) != 3 {
+		t.Errorf("%d blocks loaded, %d tiers", loaded, len(k.Tiers))
 	}
 }

@@ -26,7 +26,8 @@ type history struct {
 	// loaded, -1 during a load.
 	running map[int64]*sequence
 	filled  map[int64]int
-	from    map[int64]int // first block of a load
+	from    map[int64]int    // first block of a load
+	stored  map[string]int64 // blocks by medium, by events
 	next    int64
 	loaded  int // blocks
 }
@@ -55,6 +56,8 @@ func TestHistories(t *testing.T) {
 			directory = t.TempDir()
 			c.FileBlocks, c.Directory = size.Draw(rt, "file blocks"), directory
 		}
+		c.StorePolicy = rapid.SampledFrom([]string{"", "", offload.StoreReleased, offload.StoreReused}).Draw(rt, "store policy")
+		c.LoadPolicy = rapid.SampledFrom([]string{"", "", offload.LoadAlways}).Draw(rt, "load policy")
 		c.Durability = map[string]offload.Durability{}
 		for _, m := range []string{offload.PeerGPU, offload.CPU} {
 			c.Durability[m] = rapid.SampledFrom([]offload.Durability{offload.Backed, offload.Lossy}).Draw(rt, "durability of "+m)
@@ -78,7 +81,7 @@ func TestHistories(t *testing.T) {
 		if !t.Run("", func(t *testing.T) {
 			h := &history{
 				rig: newRig(t, o), rng: rand.New(rand.NewPCG(o.machine.Seed, 1)), directory: directory,
-				running: map[int64]*sequence{}, filled: map[int64]int{}, from: map[int64]int{},
+				running: map[int64]*sequence{}, filled: map[int64]int{}, from: map[int64]int{}, stored: map[string]int64{},
 			}
 			for range steps {
 				h.act()
@@ -227,6 +230,7 @@ func (h *history) replay() {
 				h.Fatalf("%x is stored twice in %s", k[:4], e.Medium)
 			}
 			h.ready[k][e.Medium] = true
+			h.stored[e.Medium]++
 		}
 		for _, k := range e.Removed {
 			if !h.ready[k][e.Medium] {
@@ -244,6 +248,9 @@ func (h *history) replay() {
 	for _, s := range h.tiers.Stats() {
 		if got := s.Evictable + s.Pinned; got != count[s.Medium] {
 			h.Fatalf("%s has %d ready blocks, by events %d: %+v", s.Medium, got, count[s.Medium], s)
+		}
+		if s.Stored != h.stored[s.Medium] || s.Allocated-s.Evicted-s.Freed != int64(s.Capacity-s.Free) {
+			h.Fatalf("%s has stored %d blocks by events: %+v", s.Medium, h.stored[s.Medium], s)
 		}
 	}
 }

@@ -66,6 +66,43 @@ func TestResetDuringLoad(t *testing.T) {
 	})
 }
 
+// TestResetDuringStore: of a store that is under way at a reset nothing is left, not even memory.
+func TestResetDuringStore(t *testing.T) {
+	resets(t, func(t *testing.T, r *rig, c tierCase) {
+		s := r.sequence(1, "a", 6)
+		r.fill(s, 0, 6)
+		r.tiers.Store(s.keys, 0, s.table.Blocks(), offload.Filled)
+		r.tiers.Reset()
+		r.settle()
+		if got := r.stats(c.medium); got.Free != got.Capacity || got.Stored != 0 || r.blocks.Held() > 0 {
+			t.Errorf("%+v", got)
+		}
+		if n, wait := r.tiers.Lookup(s.keys, 0, 100); n != 0 || wait {
+			t.Errorf("found %d, wait %t", n, wait)
+		}
+		x := r.sequence(2, "x", 1)
+		r.fill(x, 0, 1)
+		for range 8 { // files are removed meanwhile, and peers' memory is released
+			r.store(x, 0, 1)
+			r.tiers.Drop(x.keys)
+		}
+		switch c.medium {
+		case offload.PeerGPU:
+			_, err := r.harvest.Tick(r.m.Now())
+			r.ok(err)
+			for _, p := range r.harvest.State().Peers {
+				if p.Used != 0 {
+					t.Errorf("%d bytes of %v are used", p.Used, p.Space)
+				}
+			}
+		case offload.File:
+			if files, err := filepath.Glob(filepath.Join(r.o.config.Directory, "moeserve-kv-*", "*-[1-6]")); err != nil || len(files) > 0 {
+				t.Errorf("left: %v, %v", files, err)
+			}
+		}
+	})
+}
+
 // TestResetAndStoreAgain: what a load or a store from before a reset reports of its blocks does
 // not change what was stored under their keys since.
 func TestResetAndStoreAgain(t *testing.T) {
