@@ -6,6 +6,7 @@ import (
 	"math/rand/v2"
 	"runtime"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"testing/synctest"
@@ -37,31 +38,60 @@ func conversations(count, vocab int) []engine.Request {
 	return rs
 }
 
+// cacheCase is a way to keep the KV blocks of conversations.
+type cacheCase struct {
+	name, model, tiers string
+	// local: the pool is a prefix cache.
+	local  bool
+	policy configs.SchedulingPolicy
+	// fails is the chance of a copy from or to a tier to fail.
+	fails float64
+}
+
 // TestPrefixCacheChangesNoToken runs the same conversations with prefix caching or KV tiers and
 // without, in a tiny pool with preemptions, where some are canceled, and where another tenant
-// takes and releases the peers' memory: all have the same tokens.
+// takes and releases the peers' memory: all have the same tokens. So they have with fair scheduling,
+// which preempts more often, and where copies of KV blocks fail.
 func TestPrefixCacheChangesNoToken(t *testing.T) {
 	longrope := fixtures.Dir(t, "phimoe") // long after 64 tokens
-	for _, c := range []struct {
-		name, model, tiers string
-		local              bool
-	}{
-		{"built-in", "", "", true},
-		{"longrope", longrope, "", true},
-		{"window", fixtures.Dir(t, "mixtral_window"), "", true},
-		{"host", longrope, `"num_cpu_blocks": 30`, true},
-		{"host alone", "", `"num_cpu_blocks": 30, "eviction_policy": "arc"`, false},
-		{"peers and host", longrope, `"num_gpu_blocks": 20, "num_cpu_blocks": 30`, false},
-		{"lossy peers", "", `"num_gpu_blocks": 10, "block_size_factor": 2, "durability": {"PEER_GPU": "lossy"}`, true},
-		{"files", longrope, fmt.Sprintf(`"num_file_blocks": 40, "directory": %q`, t.TempDir()), false},
+	files := func(blocks int) string {
+		return fmt.Sprintf(`"num_file_blocks": %d, "directory": %q`, blocks, t.TempDir())
+	}
+	for _, c := range []cacheCase{
+		{name: "built-in", local: true},
+		{name: "longrope", model: longrope, local: true, policy: configs.FairScheduling},
+		{name: "window", model: fixtures.Dir(t, "mixtral_window"), local: true},
+		{name: "host", model: longrope, tiers: `"num_cpu_blocks": 30`, local: true, policy: configs.FairScheduling},
+		{name: "host alone", tiers: `"num_cpu_blocks": 30, "eviction_policy": "arc"`, fails: 0.05},
+		{name: "peers and host", model: longrope, tiers: `"num_gpu_blocks": 20, "num_cpu_blocks": 30`},
+		{name: "peers and host, fair", model: longrope, tiers: `"num_gpu_blocks": 20, "num_cpu_blocks": 30, "block_size_factor": 2`, policy: configs.FairScheduling, fails: 0.05},
+		{name: "lossy peers", tiers: `"num_gpu_blocks": 10, "block_size_factor": 2, "durability": {"PEER_GPU": "lossy"}`, local: true},
+		{name: "files", model: longrope, tiers: files(40)},
+		{name: "files, by priority", tiers: files(20) + `, "block_size_factor": 2`, policy: configs.PriorityScheduling, fails: 0.05},
+		{name: "all tiers, fair", model: longrope, tiers: files(40) + `, "num_gpu_blocks": 8, "num_cpu_blocks": 12, "eviction_policy": "arc"`, local: true, policy: configs.FairScheduling, fails: 0.05},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) { testPrefixCacheChangesNoToken(t, c.model, c.tiers, c.local) })
+			synctest.Test(t, func(t *testing.T) { testPrefixCacheChangesNoToken(t, c) })
 		})
 	}
 }
 
-func testPrefixCacheChangesNoToken(t *testing.T, model, tiers string, local bool) {
+// failKVCopies has copies of KV blocks from and to tiers fail, with that chance. It returns a function
+// that stops that and says how many have failed.
+func failKVCopies(m *emulated.Machine, chance float64) (failed func() int) {
+	f := emulated.Fault{Kind: emulated.FailCopy, Times: -1, Chance: chance, Match: func(p emulated.Point) bool {
+		peer := p.To != device.Host && p.To != device.HBM(0)
+		return p.Stream != "compute" && (strings.HasPrefix(p.Label, "kv ") || peer)
+	}}
+	if chance == 0 {
+		return func() int { return 0 }
+	}
+	m.Inject(&f)
+	return func() int { f.Release(); return f.Hits() }
+}
+
+func testPrefixCacheChangesNoToken(t *testing.T, c cacheCase) {
+	model, tiers, local := c.model, c.tiers, c.local
 	n, _ := open(t, func(s *configs.Settings) { s.Model.Name, s.KV.EnablePrefixCaching = model, false })
 	rs := conversations(48, n.Info().Config.Vocab)
 	want := alone(t, n, rs)
@@ -76,7 +106,9 @@ func testPrefixCacheChangesNoToken(t *testing.T, model, tiers string, local bool
 				s.KV.TransferConfig = `{"kv_connector_extra_config": {` + tiers + `}}`
 			}
 			s.KV.NumGPUBlocksOverride, s.KV.MaxModelLen, s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs = blocks, 120, 50, 8
+			s.Batch.SchedulingPolicy, s.Batch.FairGranularity = c.policy, 3
 		})
+		failed := failKVCopies(m, c.fails)
 		stop := run(t, tight)
 		tenant := &tenant{machine: m}
 		random := rand.New(rand.NewPCG(uint64(blocks), 1))
@@ -84,6 +116,9 @@ func testPrefixCacheChangesNoToken(t *testing.T, model, tiers string, local bool
 		var mu sync.Mutex
 		var group sync.WaitGroup
 		for i, r := range rs {
+			if c.policy != configs.FCFSScheduling {
+				r.Priority = i%5 - 2
+			}
 			cancelAfter := -1
 			if i%9 == 4 {
 				cancelAfter = random.IntN(12)
@@ -96,7 +131,7 @@ func testPrefixCacheChangesNoToken(t *testing.T, model, tiers string, local bool
 				case 10, 20:
 					tenant.use(i == 10)
 				case 30:
-					tight.Engine().ResetPrefixCache(false)
+					tight.Engine().ResetPrefixCache(c.fails > 0)
 				}
 				j, err := tight.Engine().Submit(ctx, r)
 				if err != nil {
@@ -133,6 +168,9 @@ func testPrefixCacheChangesNoToken(t *testing.T, model, tiers string, local bool
 		}
 		if blocks == 12 && s.Preemptions == 0 {
 			t.Error("nothing was preempted: the cache is too large for this test")
+		}
+		if n := failed(); n == 0 && c.fails > 0 {
+			t.Errorf("%d blocks: no copy has failed", blocks)
 		}
 		if s.KVUsedBlocks != tight.KV().Held() || tight.KV().Free()+s.KVUsedBlocks != s.KVBlocks {
 			t.Errorf("%d blocks, after the last request: %+v, %d blocks free", blocks, s, tight.KV().Free())
@@ -248,6 +286,34 @@ func TestResetPrefixCache(t *testing.T) {
 	}
 	if s := e.State(); s.PrefixCacheQueries != 40 || s.PrefixCacheHits != 16 {
 		t.Errorf("%+v", s)
+	}
+}
+
+// TestResetWhileRunning: what a request has computed before a reset, and what it stores of that later, is
+// not found by a request that comes after the reset.
+func TestResetWhileRunning(t *testing.T) {
+	for _, external := range []bool{false, true} {
+		kv := smallBlocks(t, 60)
+		step := newDrawing(t, kv)
+		o := engine.Options{Pipeline: step, KV: kv, MaxModelLen: 100, Vocab: 256, PrefixCaching: true}
+		r := &race{T: t, kv: kv, step: step, tiers: newMemoryTiers(step, 1)}
+		if external {
+			o.Offload = r.tiers
+		}
+		r.Engine = newEngine(t, o)
+		q := ask(1, 20, 8)
+		running := r.submit(t.Context(), q)
+		r.turns(3, true)
+		r.ResetPrefixCache(external)
+		want := r.finish(running)
+		after := r.submit(t.Context(), q)
+		if got := r.finish(after); !slices.Equal(got, want) || after.Usage().CachedTokens != 0 {
+			t.Errorf("tiers %t: %v, want %v; %+v", external, got, want, after.Usage())
+		}
+		again := r.submit(t.Context(), q)
+		if r.finish(again); again.Usage().CachedTokens != 16 {
+			t.Errorf("tiers %t: %+v", external, again.Usage())
+		}
 	}
 }
 

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/engine/scheduler"
 	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/kvcache/offload"
 )
@@ -25,14 +26,18 @@ type race struct {
 }
 
 // newRace makes the engine over so many blocks of 4 tokens, without a local cache, with steps of
-// so many tokens.
-func newRace(t *testing.T, blocks, tokens int, holds bool) *race {
+// so many tokens, unless change says otherwise.
+func newRace(t *testing.T, blocks, tokens int, holds bool, change ...func(*engine.Options)) *race {
 	r := &race{T: t, kv: smallBlocks(t, blocks)}
 	r.step = newDrawing(t, r.kv)
 	r.step.errorf = func(format string, args ...any) { r.wrong = append(r.wrong, fmt.Sprintf(format, args...)) }
 	r.tiers = newMemoryTiers(r.step, 1)
 	r.tiers.holds = holds
-	r.Engine = newEngine(t, engine.Options{Pipeline: r.step, KV: r.kv, Offload: r.tiers, MaxModelLen: 4 * blocks, MaxNumBatchedTokens: tokens, LongAfter: longAfter, Vocab: 256})
+	o := engine.Options{Pipeline: r.step, KV: r.kv, Offload: r.tiers, MaxModelLen: 4 * blocks, MaxNumBatchedTokens: tokens, LongAfter: longAfter, Vocab: 256}
+	for _, f := range change {
+		f(&o)
+	}
+	r.Engine = newEngine(t, o)
 	return r
 }
 
@@ -175,13 +180,71 @@ func resumeDuringStore(t *testing.T, holds bool) (r *race, got, want []int32) {
 	return r, got, append(plainTokens(t, old), plainTokens(t, young)...)
 }
 
-// TestRaces: transfers that end after their sequence was aborted or preempted read and write no
-// block of another. Where they do not hold their blocks, they do: each history finds it.
+// takeTurns has two requests preempt each other at token granularity, while what they have computed is
+// being stored: the one preempted is resumed when its own store has ended.
+func takeTurns(t *testing.T, holds bool) (r *race, got, want []int32) {
+	r = newRace(t, 6, 20, holds, func(o *engine.Options) { o.Scheduling = scheduler.Policy{Order: scheduler.Fair, Granularity: 3} })
+	a, b := ask(1, 7, 13), ask(2, 7, 13)
+	first, second := r.submit(t.Context(), a), r.submit(t.Context(), b)
+	for range 40 {
+		if _, err := engine.Turn(r.Engine, t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	// Stores have not ended, so whoever was preempted is not resumed.
+	if s := r.State(); s.Preemptions != 1 || s.Waiting != 1 || !slices.Contains(r.tiers.causes, offload.Preempted) || len(r.tiers.loads) > 0 {
+		t.Fatalf("%+v, %d loads, stores of %v", s, len(r.tiers.loads), r.tiers.causes)
+	}
+	got = append(r.finish(first), r.finish(second)...)
+	return r, got, append(plainTokens(t, a), plainTokens(t, b)...)
+}
+
+// everyoneWaits has stores that read all blocks but one, whose content is cached: there is plenty to
+// evict, and little is free. Everyone waits until one of the stores has ended.
+func everyoneWaits(t *testing.T, holds bool) (r *race, got, want []int32) {
+	r = newRace(t, 6, 8, holds, func(o *engine.Options) { o.PrefixCaching = true })
+	first := ask(1, 20, 4)
+	j := r.submit(t.Context(), first)
+	for j.Times().Finished.IsZero() {
+		if _, err := engine.Turn(r.Engine, t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if free := r.kv.Free(); len(r.tiers.stores) != 3 || holds && free != 1 {
+		t.Fatalf("%d stores, %d blocks free", len(r.tiers.stores), free)
+	}
+	var others []*engine.Job
+	for i := range 3 {
+		q := ask(2+i, 7, 2)
+		others = append(others, r.submit(t.Context(), q))
+		want = append(want, plainTokens(t, q)...)
+	}
+	r.turns(1, !holds)
+	if holds {
+		r.turns(2, false)
+	}
+	r.tiers.endStore(0)
+	r.turns(1, true) // what is free now is used at once
+	for _, j := range others {
+		got = append(got, r.finish(j)...)
+	}
+	if n := r.State().Preemptions; n > 0 {
+		t.Errorf("%d preemptions", n)
+	}
+	r.ResetPrefixCache(false)
+	return r, append(got, r.finish(r.submit(t.Context(), first))...), append(want, plainTokens(t, first)...)
+}
+
+// TestRaces: transfers that end after their sequence was aborted or preempted (races 3 and 6), or while
+// all others wait for their blocks (race 5), read and write no block of another. Where they do not hold
+// their blocks, they do: each history finds it.
 func TestRaces(t *testing.T) {
 	for name, history := range map[string]func(t *testing.T, holds bool) (r *race, got, want []int32){
 		"abort during load":                 abortDuringLoad,
 		"abort during store":                abortDuringStore,
 		"preempt and resume during a store": resumeDuringStore,
+		"take turns during stores":          takeTurns,
+		"everyone waits for stores":         everyoneWaits,
 	} {
 		for _, holds := range []bool{true, false} {
 			t.Run(fmt.Sprintf("%s, holds: %v", name, holds), func(t *testing.T) {
@@ -238,6 +301,26 @@ func TestOneLoadForAll(t *testing.T) {
 	j := r.submit(t.Context(), q)
 	if r.finish(j); j.Usage().CachedTokens != 0 {
 		t.Errorf("after the reset: %+v", j.Usage())
+	}
+}
+
+// TestAbortedLoadForAll: where the request that loads for others is aborted, they do not wait for it.
+func TestAbortedLoadForAll(t *testing.T) {
+	r := newRace(t, 40, 20, true, func(o *engine.Options) { o.PrefixCaching = true })
+	q := ask(1, 17, 2)
+	want := r.finish(r.submit(t.Context(), q))
+	r.ResetPrefixCache(false)
+	ctx, cancel := context.WithCancel(t.Context())
+	loads := r.submit(ctx, q)
+	r.turns(1, false)
+	waits := r.submit(t.Context(), q)
+	r.turns(1, false)
+	if len(r.tiers.loads) != 1 {
+		t.Fatalf("%d loads", len(r.tiers.loads))
+	}
+	r.abort(cancel, loads)
+	if got := r.finish(waits); !slices.Equal(got, want) || waits.Usage().CachedTokens != 16 {
+		t.Errorf("%v, want %v; %+v", got, want, waits.Usage())
 	}
 }
 
