@@ -110,3 +110,15 @@ func (t *Tiers) IdleBuffers() (idle, all int) {
 	}
 	return 0, 0
 }
+
+// FileNames is the number of keys for which the tier in files has a name.
+func (t *Tiers) FileNames() (names int) {
+	for _, l := range t.levels {
+		if f, ok := l.Memory.(*fileMemory); ok {
+			f.mu.Lock()
+			names += len(f.files)
+			f.mu.Unlock()
+		}
+	}
+	return names
+}
