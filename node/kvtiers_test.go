@@ -14,6 +14,7 @@ import (
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/node/fault"
 	"github.com/moeserve/moeserve/node/observe"
+	"github.com/moeserve/moeserve/tools/fixtures"
 )
 
 // Settings of KV tiers that cannot work are refused at the start, with what to change.
@@ -314,5 +315,50 @@ func TestKVTierCounters(t *testing.T) {
 	}
 	if loaded == 0 || len(k.Tiers) != 3 {
 		t.Errorf("%d blocks loaded, %d tiers", loaded, len(k.Tiers))
+	}
+}
+
+// Conversations that go on while their KV blocks are preempted, stored and loaded have the same tokens with
+// every tier and every scheduling policy; a longrope model changes its keys meanwhile.
+func TestKVTiersConversations(t *testing.T) {
+	opened := func(change func(*configs.Settings)) *node.Node {
+		s := configs.Defaults()
+		s.Model.Name, s.KV.EnablePrefixCaching = fixtures.Dir(t, "phimoe_longrope"), false
+		change(&s)
+		n, err := node.Open(t.Context(), node.Options{Settings: s})
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() {
+			if err := n.Close(); err != nil {
+				t.Error(err)
+			}
+		})
+		return n
+	}
+	want := converse(t, opened(func(*configs.Settings) {}))
+	for _, policy := range []configs.SchedulingPolicy{configs.FCFSScheduling, configs.PriorityScheduling, configs.FairScheduling} {
+		for _, extra := range []string{
+			"",
+			`"num_gpu_blocks": 60`,
+			`"num_cpu_blocks": 60, "block_size_factor": 2`,
+			`"num_gpu_blocks": 5, "num_cpu_blocks": 8, "num_file_blocks": 60, "eviction_policy": "arc", "directory": "` + t.TempDir() + `"`,
+		} {
+			n := opened(func(s *configs.Settings) {
+				tightKV(s)
+				s.Batch.SchedulingPolicy, s.Batch.FairGranularity = policy, 4
+				if extra != "" {
+					s.KV.TransferConfig = `{"kv_connector_extra_config": {` + extra + `}}`
+				}
+			})
+			for round := range 2 {
+				if got := converse(t, n); got != want {
+					t.Errorf("%s, %s, round %d: tokens %s, want %s", policy, extra, round, got, want)
+				}
+			}
+			if s := n.Engine().State(); s.Preemptions == 0 || (s.ExternalHits > 0) != (extra != "") {
+				t.Errorf("%s, %s: %+v", policy, extra, s)
+			}
+		}
 	}
 }
