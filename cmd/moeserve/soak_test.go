@@ -48,7 +48,7 @@ var soakDevices = map[string]soakDevice{"emulated": func(set *settings, o *node.
 		}
 		return m, err
 	}
-	return kvBlocks{peer: 160, host: 160, file: 300}
+	return kvBlocks{peer: 120, host: 60, file: 300}
 }}
 
 // soak is a server under load and what happens to it.

@@ -20,7 +20,7 @@ import (
 // soakSeed is the variable with the seed by which a soak draws its settings and requests.
 const soakSeed = "MOESERVE_SOAK_SEED"
 
-// kvBlocks are the sizes of the tiers of KV blocks of a soak, and a folder for files.
+// kvBlocks are the sizes of the tiers of a soak, in blocks of the GPU, and a folder for files.
 type kvBlocks struct {
 	peer, host, file int
 	folder           string
@@ -30,9 +30,10 @@ type kvBlocks struct {
 func drawKV(t *testing.T, rng *rand.Rand, set *settings, size kvBlocks) {
 	t.Helper()
 	pick := func(of ...string) string { return of[rng.IntN(len(of))] }
+	factor := 1 + rng.IntN(2)
 	extra := map[string]any{
-		"num_gpu_blocks": size.peer, "num_cpu_blocks": size.host, "num_file_blocks": size.file, "directory": size.folder,
-		"eviction_policy": pick("lru", "arc"), "block_size_factor": 1 + rng.IntN(2),
+		"num_gpu_blocks": size.peer / factor, "num_cpu_blocks": size.host / factor, "num_file_blocks": size.file / factor, "directory": size.folder,
+		"eviction_policy": pick("lru", "arc"), "block_size_factor": factor,
 		"durability": map[string]string{"PEER_GPU": pick("backed", "lossy"), "CPU": pick("backed", "lossy")},
 	}
 	text, err := json.Marshal(map[string]any{"kv_connector_extra_config": extra})
