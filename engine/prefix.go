@@ -22,6 +22,8 @@ type Offloader interface {
 	// row, of those within its first tokens; keys are those of all its full blocks. wait: the
 	// next block is on its way, ask again later.
 	Lookup(keys []kvcache.Key, from, tokens int) (blocks int, wait bool)
+	// OnItsWay reports whether block i of a sequence, for which Lookup said wait, still is.
+	OnItsWay(keys []kvcache.Key, i int) bool
 	// Load starts to load the sequence's blocks from block from on into dst, which it copies
 	// and holds until Poll reports the end, whatever becomes of the sequence.
 	Load(seq int64, keys []kvcache.Key, from int, dst []int32) error
@@ -123,6 +125,9 @@ type blocks struct {
 	// local and load are the result of the last Match: tokens in blocks of the pool, and more
 	// that must be loaded.
 	local, load int
+	// waits: the last Match found that block waitsFor is on its way.
+	waits    bool
+	waitsFor int
 	// claim is this sequence's in prefixes.loading.
 	claim kvcache.Key
 	// admitted: the scheduler has admitted the sequence, and not released its blocks since.
@@ -199,7 +204,7 @@ func (b *blocks) fork() (done, wait bool) {
 
 // identify sets the keys of a sequence's first blocks.
 func (b *blocks) identify(keys []kvcache.Key) {
-	b.keys = keys
+	b.keys, b.waits = keys, false
 	if b.in.local {
 		b.Identify(keys)
 	}
@@ -216,6 +221,10 @@ func (b *blocks) Match(maxTokens int) (tokens int, at scheduler.Cached) {
 			return 0, scheduler.MustWait
 		}
 	}
+	if b.waits && b.in.onItsWay(b.keys, b.waitsFor) {
+		return 0, scheduler.MustWait
+	}
+	b.waits = false
 	if b.in.local {
 		b.local = b.Table.Match(maxTokens)
 	}
@@ -224,13 +233,15 @@ func (b *blocks) Match(maxTokens int) (tokens int, at scheduler.Cached) {
 	if b.in.tiers == nil || from >= min(len(b.keys), maxTokens/size) {
 		return b.local, scheduler.Ready
 	}
-	if _, ok := b.in.loading[b.keys[from]]; ok {
-		return b.local, scheduler.MustWait
+	n := 0
+	if _, b.waits = b.in.loading[b.keys[from]]; !b.waits {
+		n, b.waits = b.in.tiers.Lookup(b.keys, from, maxTokens)
 	}
-	n, wait := b.in.tiers.Lookup(b.keys, from, maxTokens)
 	switch {
-	case wait:
-		return b.local, scheduler.MustWait
+	case b.waits:
+		b.waitsFor = from + n
+		b.Table.Release(true)
+		return 0, scheduler.MustWait
 	case n == 0:
 		return b.local, scheduler.Ready
 	}
@@ -240,6 +251,14 @@ func (b *blocks) Match(maxTokens int) (tokens int, at scheduler.Cached) {
 		b.in.loading[b.claim] = struct{}{}
 	}
 	return b.local + b.load, scheduler.MustLoad
+}
+
+// onItsWay reports whether block i of a sequence is being loaded for another one, or stored.
+func (p *prefixes) onItsWay(keys []kvcache.Key, i int) bool {
+	if _, ok := p.loading[keys[i]]; ok {
+		return true
+	}
+	return p.tiers.OnItsWay(keys, i)
 }
 
 // unclaim lets others load what this sequence has, or has not, loaded.

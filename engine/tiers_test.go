@@ -35,9 +35,10 @@ type memoryTiers struct {
 	waited bool
 	// most is the maximum of content; 0: none.
 	most int
-	// causes of stores, tokens that Computed was told of, blocks loaded, and loads failed.
-	causes                   []offload.Cause
-	computed, loaded, failed int
+	// causes of stores, tokens that Computed was told of, blocks loaded, loads failed, and calls of
+	// Lookup.
+	causes                            []offload.Cause
+	computed, loaded, failed, lookups int
 }
 
 type memoryStore struct {
@@ -97,6 +98,7 @@ func (m *memoryTiers) unit(keys []kvcache.Key, i int) (kvcache.Key, bool) {
 func (m *memoryTiers) Lookup(keys []kvcache.Key, from, tokens int) (blocks int, wait bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	m.lookups++
 	if m.chance(8) {
 		return 0, false // not worth it
 	}
@@ -113,6 +115,13 @@ func (m *memoryTiers) Lookup(keys []kvcache.Key, from, tokens int) (blocks int, 
 		blocks++
 	}
 	return blocks, false
+}
+
+func (m *memoryTiers) OnItsWay(keys []kvcache.Key, i int) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	k, _ := m.unit(keys, i)
+	return m.loading[keys[i]] > 0 || m.storing[k]
 }
 
 var errRefused = errors.New("the load is refused")

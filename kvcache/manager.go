@@ -66,6 +66,9 @@ type Manager struct {
 	fresh       int32 // first block that was never used
 	cached      int   // free blocks with a key, ordered by the policy
 	copies      []Copy
+	// gained counts the blocks that a Match finds beside the free ones since they got a key, or
+	// since they were allocated or held with the one that they had.
+	gained int64
 }
 
 // Copy is a block whose content is to be copied to another one.
@@ -86,7 +89,7 @@ func NewManager(o ManagerOptions) (*Manager, error) {
 }
 
 // NewTable returns the empty block table of a new sequence.
-func (m *Manager) NewTable() *Table { return &Table{m: m} }
+func (m *Manager) NewTable() *Table { return &Table{m: m, shared: -1} }
 
 // Blocks is the number of blocks.
 func (m *Manager) Blocks() int { return len(m.refs) }
@@ -154,6 +157,7 @@ func (m *Manager) take(id int32) {
 	}
 	m.policy.Remove(id)
 	m.cached--
+	m.gained++
 }
 
 // writable reports whether the sequence that uses a block is the only one, and no copy
@@ -275,6 +279,7 @@ func (m *Manager) Held() int { return m.held }
 func (m *Manager) setKey(id int32, k Key) {
 	if _, ok := m.byKey[k]; !ok {
 		m.byKey[k], m.keys[id] = id, k
+		m.gained++
 	}
 }
 

@@ -116,6 +116,7 @@ func TestManagerMachine(t *testing.T) {
 			salt             string
 			tokens           []int32
 			filled, reserved int
+			most             int // of the last match
 		}
 		var all []*sequence
 		var tables []*kvcache.Table
@@ -131,6 +132,7 @@ func TestManagerMachine(t *testing.T) {
 				s.tokens[i] = 1
 			}
 			s.Identify(nil)
+			s.most = len(s.tokens)
 			if rapid.SampledFrom([]bool{true, true, true, false}).Draw(t, "has keys") {
 				s.Identify(chain(s.salt, s.tokens, b))
 			}
@@ -147,7 +149,7 @@ func TestManagerMachine(t *testing.T) {
 			if n > most || n%b != 0 || len(s.Blocks()) != n/b {
 				t.Fatalf("%d tokens of at most %d in %v", n, most, s.Blocks())
 			}
-			s.filled, s.reserved = n, n
+			s.filled, s.reserved, s.most = n, n, most
 		}
 		reserve := func(t *rapid.T, s *sequence, n int) {
 			before, free, room := slices.Clone(s.Blocks()), m.Free(), s.CanReserve(n, 0)
@@ -202,6 +204,18 @@ func TestManagerMachine(t *testing.T) {
 				if rapid.Bool().Draw(t, "goes on") {
 					reserve(t, s, min(n+1, len(s.tokens)))
 				}
+			},
+			"may": func(t *rapid.T) { // it never says no where there would be room
+				s := some(t)
+				if len(s.Blocks()) > 0 {
+					return
+				}
+				n, leave := rapid.IntRange(0, len(s.tokens)+2*b).Draw(t, "tokens"), rapid.IntRange(0, 4).Draw(t, "leave")
+				may := s.MayReserve(n, leave)
+				if s.Match(s.most); !may && s.CanReserve(n, leave) {
+					t.Fatalf("%d tokens could not be reserved with %d blocks left, and could behind %d: %d free", n, leave, len(s.Blocks())*b, m.Free())
+				}
+				s.Release(true)
 			},
 			"reserve": func(t *rapid.T) {
 				s := some(t)

@@ -23,11 +23,17 @@ type Table struct {
 	// filled to writable belong to this sequence alone and have no key. A multiple of
 	// the block size.
 	writable int
+	// matched: the blocks are those of a Match, and no others.
+	matched bool
+	// shared is the number of blocks of the last Match, after which Manager.gained was gained, that
+	// were not free when it had released them; -1: unknown.
+	shared int
+	gained int64
 }
 
 // Identify sets the keys of the sequence's first full blocks, as far as its tokens are
 // known. The table keeps the slice; keys of filled blocks must not change.
-func (t *Table) Identify(keys []Key) { t.keys = keys }
+func (t *Table) Identify(keys []Key) { t.keys, t.shared = keys, -1 }
 
 // Match adds the full blocks that already hold the sequence's first tokens, at most
 // maxTokens of them, to a table without blocks, and returns their number of tokens.
@@ -45,7 +51,20 @@ func (t *Table) Match(maxTokens int) (tokens int) {
 	}
 	t.filled = len(t.blocks) * t.m.blockTokens
 	t.writable = t.filled
+	t.matched, t.gained = true, t.m.gained
 	return t.filled
+}
+
+// MayReserve reports whether CanReserve could succeed after another Match, of a table that was
+// released after the last one. It looks at no block: since then, at most those blocks can have become
+// shared that the manager has counted. So a sequence that waits for room is matched again only when
+// that may help.
+func (t *Table) MayReserve(tokens, leave int) bool {
+	if t.shared < 0 {
+		return true
+	}
+	shared := int64(t.shared) + t.m.gained - t.gained
+	return int64(t.m.blocksFor(tokens)+leave)-shared <= int64(t.m.Free())
 }
 
 // Fork shares the blocks that hold another sequence's first tokens, with a table without
@@ -58,7 +77,7 @@ func (t *Table) Fork(from *Table, tokens int) {
 		t.m.refs[id]++
 		t.blocks = append(t.blocks, id)
 	}
-	t.filled, t.writable = tokens, tokens/t.m.blockTokens*t.m.blockTokens
+	t.filled, t.writable, t.matched = tokens, tokens/t.m.blockTokens*t.m.blockTokens, false
 }
 
 // CanReserve reports whether Reserve would succeed, and leave so many blocks free.
@@ -96,6 +115,7 @@ func (t *Table) Reserve(tokens int) bool {
 	if !t.CanReserve(tokens, 0) {
 		return false
 	}
+	t.matched = false
 	end := t.m.blocksFor(tokens)
 	for i := t.writable / t.m.blockTokens; i < min(end, len(t.blocks)); i++ {
 		if id := t.blocks[i]; !t.m.writable(id) {
@@ -138,8 +158,12 @@ func (t *Table) SetFilled(tokens int) {
 // The last block is released first, so the end of a prefix is evicted before its
 // beginning, and the next sequence gets blocks without keys in the same order.
 func (t *Table) Release(keep bool) {
+	free := t.m.Free()
 	for i := len(t.blocks) - 1; i >= 0; i-- {
 		t.m.release(t.blocks[i], keep)
+	}
+	if t.shared = -1; t.matched {
+		t.shared, t.matched = len(t.blocks)-(t.m.Free()-free), false
 	}
 	t.blocks, t.filled, t.writable = t.blocks[:0], 0, 0
 }

@@ -142,6 +142,15 @@ func (s *Scheduler) settle() {
 	slices.SortFunc(s.running, compare)
 }
 
+// mayFit is false where a waiting sequence certainly finds no place or no blocks, whatever a Match
+// finds, and no other gives way to it.
+func (st *step) mayFit(q *sequence, full bool) bool {
+	if !full && q.blocks.MayReserve(st.policy.needs(q), st.promised) {
+		return true
+	}
+	return slices.ContainsFunc(st.running, func(r *sequence) bool { return st.policy.givesWay(r, q) })
+}
+
 // fits reports whether a waiting sequence finds its blocks beside those promised to others.
 func (st *step) fits(q *sequence) bool { return q.blocks.CanReserve(st.policy.needs(q), st.promised) }
 

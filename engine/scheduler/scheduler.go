@@ -32,10 +32,13 @@ const (
 type Blocks interface {
 	// Match adds the blocks that already hold the sequence's first tokens, at most
 	// maxTokens of them, to an empty table. It returns their number of tokens, those that
-	// must be loaded included.
+	// must be loaded included. Where the answer is MustWait it adds none, and asking again is
+	// cheap until that has changed.
 	Match(maxTokens int) (tokens int, at Cached)
 	// Missing is the number of blocks that Reserve allocates.
 	Missing(tokens int) int
+	// MayReserve is false where CanReserve is certainly false after a Match, at no cost.
+	MayReserve(tokens, leave int) bool
 	// CanReserve reports whether Reserve would succeed, and leave so many blocks free.
 	CanReserve(tokens, leave int) bool
 	// WillReserve is CanReserve, if copies under way, which hold free blocks, had ended.
@@ -108,7 +111,9 @@ type sequence struct {
 	maxTokens int // maximum at its end
 	computed  int // tokens in the KV cache
 	chunk     int // index of its chunk in the present plan, if that is its own
-	// waitsIn is the latest plan in which a part of its content was on its way.
+	// waits: when last asked, a part of its content was on its way. waitsIn is the latest plan in
+	// which it was.
+	waits   bool
 	waitsIn int64
 	// rank is its place among others, lower ones first: its priority, or its virtual runtime,
 	// which each sampled token raises by cost.
@@ -478,11 +483,14 @@ func (st *step) admit(partly bool) {
 			i++
 			continue
 		}
+		// What waits for content holds up nobody, so it is asked also where there is no room.
+		if !q.waits && !st.mayFit(q, full) {
+			return
+		}
 		// The last token is always computed, since its logits give the next one.
 		cached, at := q.blocks.Match(q.tokens - 1)
-		if at == MustWait {
+		if q.waits = at == MustWait; q.waits {
 			q.waitsIn = st.plans
-			q.blocks.Release(true)
 			i++
 			continue
 		}

@@ -26,7 +26,8 @@ func (b *stored) Match(most int) (tokens int, at Cached) {
 	case n <= have:
 		return have, Ready
 	case b.in.onItsWay > 0:
-		return n, MustWait
+		b.Table.Release(true)
+		return 0, MustWait
 	default:
 		return n, MustLoad
 	}

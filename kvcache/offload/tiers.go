@@ -283,6 +283,22 @@ func (t *Tiers) run(keys []kvcache.Key, from, tokens int) (run []Part, wait bool
 	return run, false
 }
 
+// OnItsWay reports whether block i of a sequence, for which Lookup said wait, is still being stored,
+// or loaded for another sequence; keys are those of all its full blocks.
+func (t *Tiers) OnItsWay(keys []kvcache.Key, i int) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.loading[keys[i]] > 0 {
+		return true
+	}
+	k, ok := t.tierBlock(keys, i)
+	if !ok {
+		return false
+	}
+	_, pending := t.find(k)
+	return pending
+}
+
 // hurry raises the priority of the store that a sequence waits for. mu is held.
 func (t *Tiers) hurry(k kvcache.Key) {
 	for run, o := range t.jobs {
