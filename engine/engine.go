@@ -239,6 +239,10 @@ type submission struct {
 	stopWatching func() bool
 }
 
+// ahead is the number of generated tokens for which a sample has memory from the start, so that most
+// steps allocate none.
+func (s *submission) ahead() int { return min(s.limit-len(s.req.Prompt), 1024) }
+
 // delivery is an update on its way to a job.
 type delivery struct {
 	pendingUpdate
@@ -390,7 +394,7 @@ func (e *Engine) admissible(r Request) (*submission, error) {
 	}
 	s.adjust = newAdjustments(&s.req.Params, r.Prompt, stop)
 	if e.prefixes.keyed() {
-		s.keys = e.prefixes.appendKeys(nil, r.CacheSalt, r.Prompt, e.prefixes.long(len(r.Prompt)))
+		s.keys = e.prefixes.promptKeys(r.CacheSalt, r.Prompt, s.ahead())
 	}
 	return s, nil
 }
@@ -603,10 +607,14 @@ func (e *Engine) takeIn() {
 		}
 		for i := range s.req.Params.N {
 			q := &sequence{
-				sub: s, sample: i, tokens: slices.Clone(s.req.Prompt), long: e.prefixes.long(len(s.req.Prompt)),
+				sub: s, sample: i, tokens: append(make([]int32, 0, len(s.req.Prompt)+s.ahead()), s.req.Prompt...), long: e.prefixes.long(len(s.req.Prompt)),
 				blocks: blocks{Table: e.o.KV.NewTable(), in: e.prefixes, group: samples},
 			}
-			q.blocks.identify(slices.Clip(s.keys))
+			keys := s.keys
+			if s.req.Params.N > 1 {
+				keys = slices.Clip(keys) // each appends its own
+			}
+			q.blocks.identify(keys)
 			if e.o.Tokenizer != nil {
 				q.text = newDetokenizer(e.o.Tokenizer.NewStream(true), s.req.Params.Stop, s.req.Params.IncludeStop)
 			}
@@ -823,7 +831,7 @@ func (e *Engine) addToken(id scheduler.ID, q *sequence, t Token, now time.Time) 
 		q.blocks.keys = nil
 	}
 	if e.prefixes.keyed() && (len(q.blocks.keys)+1)*e.o.KV.BlockTokens() <= len(q.tokens) {
-		q.blocks.identify(e.prefixes.appendKeys(q.blocks.keys, q.sub.req.CacheSalt, q.tokens, q.long))
+		q.blocks.identify(e.prefixes.moreKeys(q))
 	}
 }
 

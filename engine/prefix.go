@@ -65,6 +65,8 @@ type prefixes struct {
 	// salt is Options.KeySalt, longAfter Options.LongAfter.
 	salt      string
 	longAfter int
+	// recent are keys of prompts.
+	recent promptKeys
 	// resets are part of all keys: what running requests have, or stores under way, is not
 	// found by those that come after a reset.
 	resets atomic.Uint64
@@ -73,7 +75,7 @@ type prefixes struct {
 func newPrefixes(o *Options) *prefixes {
 	p := &prefixes{
 		kv: o.KV, local: o.PrefixCaching, tiers: o.Offload,
-		loading: map[kvcache.Key]struct{}{}, salt: o.KeySalt, longAfter: o.LongAfter,
+		loading: map[kvcache.Key]struct{}{}, salt: o.KeySalt, longAfter: o.LongAfter, recent: promptKeys{blockTokens: o.KV.BlockTokens()},
 	}
 	if p.tiers != nil {
 		p.factor = p.tiers.Factor()
@@ -101,15 +103,33 @@ func (p *prefixes) root(salt string, long bool) kvcache.Key {
 	return kvcache.RootKey(append(b, salt...))
 }
 
-// appendKeys appends the keys of the full blocks of tokens to those of the first of them.
-func (p *prefixes) appendKeys(keys []kvcache.Key, salt string, tokens []int32, long bool) []kvcache.Key {
+// promptKeys are the keys of a prompt's full blocks, with room for so many more tokens.
+func (p *prefixes) promptKeys(salt string, prompt []int32, room int) []kvcache.Key {
+	root := p.root(salt, p.long(len(prompt)))
+	keys := p.recent.begin(make([]kvcache.Key, 0, (len(prompt)+room)/p.kv.BlockTokens()), root, prompt)
+	begun := len(keys)
+	keys = p.appendKeys(keys, root, prompt)
+	p.recent.add(root, prompt, keys, begun)
+	return keys
+}
+
+// moreKeys are the keys of a sequence's full blocks, those that it has and of more tokens.
+func (p *prefixes) moreKeys(q *sequence) []kvcache.Key {
+	var root kvcache.Key
+	if len(q.blocks.keys) == 0 {
+		root = p.root(q.sub.req.CacheSalt, q.long)
+	}
+	return p.appendKeys(q.blocks.keys, root, q.tokens)
+}
+
+// appendKeys appends the keys of the full blocks of tokens to those of the first of them, which follow
+// from root.
+func (p *prefixes) appendKeys(keys []kvcache.Key, root kvcache.Key, tokens []int32) []kvcache.Key {
 	size := p.kv.BlockTokens()
 	for n := len(keys); (n+1)*size <= len(tokens); n++ {
-		var parent kvcache.Key
+		parent := root
 		if n > 0 {
 			parent = keys[n-1]
-		} else {
-			parent = p.root(salt, long)
 		}
 		keys = append(keys, parent.Next(tokens[n*size:(n+1)*size]))
 	}

@@ -84,7 +84,7 @@ func NewManager(o ManagerOptions) (*Manager, error) {
 	}
 	return &Manager{
 		blockTokens: o.BlockTokens, policy: o.Policy,
-		refs: make([]int32, o.Blocks), holds: make([]int32, o.Blocks), keys: make([]Key, o.Blocks), byKey: map[Key]int32{},
+		refs: make([]int32, o.Blocks), holds: make([]int32, o.Blocks), keys: make([]Key, o.Blocks), byKey: make(map[Key]int32, o.Blocks),
 	}, nil
 }
 

@@ -1,6 +1,9 @@
 package kvcache
 
-import "fmt"
+import (
+	"fmt"
+	"slices"
+)
 
 // Table is the block table of one sequence: block i holds the tokens at positions
 // [i*B, (i+1)*B), where B is the number of tokens per block.
@@ -41,10 +44,14 @@ func (t *Table) Match(maxTokens int) (tokens int) {
 	if len(t.blocks) > 0 {
 		panic(fmt.Sprintf("kvcache: match of a sequence with %d blocks", len(t.blocks)))
 	}
-	for _, k := range t.keys[:min(len(t.keys), maxTokens/t.m.blockTokens)] {
+	keys := t.keys[:min(len(t.keys), maxTokens/t.m.blockTokens)]
+	for i, k := range keys {
 		id, ok := t.m.byKey[k]
 		if !ok {
 			break
+		}
+		if i == 0 {
+			t.blocks = slices.Grow(t.blocks, len(keys)+1)
 		}
 		t.m.share(id)
 		t.blocks = append(t.blocks, id)
