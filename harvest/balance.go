@@ -32,7 +32,7 @@ func (r *Runtime) Balance(s device.Space) (b Balance, err error) {
 }
 
 func (p *peer) balance(now time.Duration) Balance {
-	return Balance{Free: p.free, Held: p.inService() + p.draining, Draining: p.draining, Wants: p.wants(now)}
+	return Balance{Free: p.free, Held: p.serving + p.draining, Draining: p.draining, Wants: p.wants(now)}
 }
 
 // wants reports whether a request was refused lately for lack of room.

@@ -242,11 +242,7 @@ func (c *controller) choose(req Request) (placement, error) {
 	if err != nil {
 		return placement{}, err
 	}
-	at := placement{peer: p, bytes: to.FreeExtent, owner: owner, off: to.offset, client: req.Hints.Client, now: req.Now}
-	if to.Slab != 0 {
-		at.slab = p.slabs[slices.IndexFunc(p.slabs, func(s *slab) bool { return s.id == to.Slab })]
-	}
-	return at, nil
+	return placement{peer: p, slab: to.slab, bytes: to.FreeExtent, owner: owner, off: to.offset, client: req.Hints.Client, now: req.Now}, nil
 }
 
 // slabRefused records that the device could not allocate the slab: its peer gets no new
@@ -264,9 +260,7 @@ func (c *controller) slabAllocated(at placement, r device.Region) *slab {
 		segments: newSegments(r.Bytes), handles: map[int64]*Handle{}, clients: map[string]int{},
 	}
 	s.use.reuse.at = c.client(at.client).active
-	p.slabs = append(p.slabs, s)
-	p.free -= r.Bytes
-	p.slabChanges++
+	p.add(s)
 	p.useReserved(at.client, r.Bytes)
 	c.emit(SlabInfo{Slab: s.id, Device: p.space, Bytes: r.Bytes})
 	return s
@@ -275,7 +269,9 @@ func (c *controller) slabAllocated(at placement, r device.Region) *slab {
 // grant creates the handle.
 func (c *controller) grant(s *slab, off, bytes int64, req Request, clock *timeline) *Handle {
 	c.policy.Granted(req)
-	s.segments.allocate(off, req.Bytes)
+	if s.segments.allocate(off, req.Bytes); len(s.segments.free) == 0 {
+		s.peer.close(s)
+	}
 	s.empty = false
 	c.handles++
 	h := &Handle{
@@ -368,6 +364,7 @@ func (c *controller) removeHandle(h *Handle, end handleState) {
 	a.state = end
 	n := a.slab.segments.used[a.offset]
 	a.slab.segments.release(a.offset)
+	a.slab.peer.reopen(a.slab)
 	delete(a.slab.handles, a.offset)
 	if a.slab.clients[h.client]--; a.slab.clients[h.client] == 0 {
 		delete(a.slab.clients, h.client)

@@ -286,7 +286,7 @@ func (s *core) do(d *datadriven.TestData) (string, error) {
 	case "peers":
 		var all []string
 		for _, p := range s.c.peers {
-			all = append(all, fmt.Sprintf("%s: free %d, coming %d, in service %d, spare %d", p.space, p.free, p.draining, p.inService(), p.borrowable()))
+			all = append(all, fmt.Sprintf("%s: free %d, coming %d, in service %d, spare %d", p.space, p.free, p.draining, p.serving, p.borrowable()))
 		}
 		return strings.Join(all, "\n"), nil
 	default:

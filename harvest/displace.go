@@ -216,7 +216,7 @@ func (p *peer) noDisplacement(req Request) string {
 		return p.stale.Error()
 	case req.Now < p.cooldown:
 		return "has released memory to other processes"
-	case p.inService() > p.share(req.Now):
+	case p.serving > p.share(req.Now):
 		return "has lent more than this process's share"
 	}
 	return ""

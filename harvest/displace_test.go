@@ -177,10 +177,34 @@ func (m *market) turn(dt time.Duration) {
 	m.c.observe(m.now, rs)
 	m.takeActions()
 	for _, p := range m.c.peers {
-		if p.free+p.draining < p.headroom && p.inService() > 0 {
+		if err := p.check(); err != nil {
+			m.fail("%v", err)
+		}
+		if p.free+p.draining < p.headroom && p.serving > 0 {
 			m.fail("%d bytes are free and %d coming, and %d are to be", p.free, p.draining, p.headroom)
 		}
 	}
+}
+
+// check compares what the peer counts with its slabs.
+func (p *peer) check() error {
+	serving, open := int64(0), 0
+	for _, s := range p.slabs {
+		if s.draining == nil {
+			serving += s.segments.bytes
+		}
+		free := len(s.segments.free) > 0
+		if free {
+			open++
+		}
+		if s.open != free || free && p.open[s.openAt] != s {
+			return fmt.Errorf("%s: slab %d has free extents: %v, listed: %v", p.space, s.id, free, s.open)
+		}
+	}
+	if serving != p.serving || open != len(p.open) {
+		return fmt.Errorf("%s: %d bytes in service, counted %d; %d slabs with free extents, listed %d", p.space, serving, p.serving, open, len(p.open))
+	}
+	return nil
 }
 
 // held is what the client's slabs in service take.

@@ -16,6 +16,11 @@ type peer struct {
 	space device.Space
 	paths map[device.Space]device.Path // by reader
 	slabs []*slab
+	// open are the slabs that have a free extent, in any order: what was allocated before a
+	// request must not make it slower.
+	open []*slab
+	// serving is the size of the slabs that are not being released.
+	serving int64
 
 	reading Reading
 	// free is the free memory of the device: the latest reading, less slabs allocated and
@@ -56,7 +61,7 @@ func (ps peers) find(op string, s device.Space) (*peer, error) {
 func (ps peers) total() (n int64) {
 	for _, p := range ps {
 		if p.health == nil {
-			n += p.inService() + max(p.borrowable(), 0)
+			n += p.serving + max(p.borrowable(), 0)
 		}
 	}
 	return n
@@ -73,16 +78,16 @@ func (ps peers) candidates(req Request, owner string, slabBytes int64) []Candida
 			continue
 		}
 		state := p.state(req.Hints.Reader)
-		for _, s := range p.slabs {
+		for _, s := range p.open {
 			if s.draining != nil || s.owner != owner {
 				continue
 			}
 			if h, ok := s.segments.bestFit(n); ok {
-				cs = append(cs, Candidate{Peer: state, Slab: s.id, FreeExtent: h.bytes, Leftover: h.bytes - n, offset: h.off})
+				cs = append(cs, Candidate{Peer: state, Slab: s.id, FreeExtent: h.bytes, Leftover: h.bytes - n, offset: h.off, slab: s})
 			}
 			if after != nil && after.account.slab == s && after.account.state == live {
 				if h, ok := s.segments.freeAt(after.account.offset+device.Align(after.r.Bytes), n); ok {
-					cs = append(cs, Candidate{Peer: state, Slab: s.id, FreeExtent: h.bytes, Leftover: h.bytes - n, Adjacent: true, offset: h.off})
+					cs = append(cs, Candidate{Peer: state, Slab: s.id, FreeExtent: h.bytes, Leftover: h.bytes - n, Adjacent: true, offset: h.off, slab: s})
 				}
 			}
 		}
@@ -124,10 +129,13 @@ type slab struct {
 	owner    string // client that the slab is reserved for; empty: shared
 	region   device.Region
 	segments segments
-	handles  map[int64]*Handle // by offset
-	clients  map[string]int    // number of handles
-	freeing  int               // number of handles that are freed and not drained
-	since    time.Duration     // in service
+	// open: it is in the peer's list of slabs with a free extent, at openAt.
+	open    bool
+	openAt  int
+	handles map[int64]*Handle // by offset
+	clients map[string]int    // number of handles
+	freeing int               // number of handles that are freed and not drained
+	since   time.Duration     // in service
 	// cost is the sum of the handles' costs, in nanoseconds.
 	cost     atomic.Int64
 	use      slabUse
@@ -145,14 +153,39 @@ func (p *peer) borrowable() int64 {
 	return p.free - p.headroom
 }
 
-// inService is the size of the slabs that are not being released.
-func (p *peer) inService() (n int64) {
-	for _, s := range p.slabs {
-		if s.draining == nil {
-			n += s.segments.bytes
-		}
+// add adds a new slab.
+func (p *peer) add(s *slab) {
+	p.slabs = append(p.slabs, s)
+	p.serving += s.segments.bytes
+	p.free -= s.segments.bytes
+	p.slabChanges++
+	p.reopen(s)
+}
+
+// remove removes a slab that was being released, and that is freed.
+func (p *peer) remove(s *slab) {
+	p.slabs = slices.DeleteFunc(p.slabs, func(t *slab) bool { return t == s })
+	p.draining -= s.segments.bytes
+	p.free += s.segments.bytes
+	p.slabChanges++
+	p.close(s)
+}
+
+// reopen lists a slab that has a free extent again; close removes one from the list.
+func (p *peer) reopen(s *slab) {
+	if !s.open {
+		s.open, s.openAt = true, len(p.open)
+		p.open = append(p.open, s)
 	}
-	return n
+}
+
+func (p *peer) close(s *slab) {
+	if s.open {
+		last := p.open[len(p.open)-1]
+		p.open[s.openAt], last.openAt = last, s.openAt
+		p.open[len(p.open)-1] = nil
+		p.open, s.open = p.open[:len(p.open)-1], false
+	}
 }
 
 // unusable is why nothing may be allocated on the peer, noNewSlabs why no new slab may
@@ -175,7 +208,7 @@ func (p *peer) noNewSlabs(req Request) string {
 		return p.stale.Error()
 	case req.Now < p.cooldown:
 		return fmt.Sprintf("has released memory to other processes; retry in %v", p.cooldown-req.Now)
-	case p.inService()+req.Bytes > p.share(req.Now):
+	case p.serving+req.Bytes > p.share(req.Now):
 		return "has lent this process its share; other processes want more"
 	case p.borrowable() < req.Bytes:
 		return fmt.Sprintf("has %d bytes free, of which %d are headroom", p.free, p.headroom)

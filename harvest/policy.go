@@ -54,6 +54,7 @@ type Candidate struct {
 	Adjacent bool
 
 	offset int64
+	slab   *slab // nil: a new one
 }
 
 // PeerState is the state of a peer.

@@ -224,6 +224,7 @@ func (c *controller) startRelease(l *revocation, now, within time.Duration) {
 		l.handles++
 	}
 	s.draining = l
+	s.peer.serving -= s.segments.bytes
 	s.peer.draining += s.segments.bytes
 	c.draining = append(c.draining, l)
 	if l.reason != ReasonEmpty {
@@ -412,10 +413,7 @@ func (c *controller) slabFreed(l *revocation, now time.Duration, err error) {
 	s := l.slab
 	p, n := s.peer, s.segments.bytes
 	l.phase = released
-	p.slabs = slices.DeleteFunc(p.slabs, func(t *slab) bool { return t == s })
-	p.free += n
-	p.draining -= n
-	p.slabChanges++
+	p.remove(s)
 	c.emit(SlabInfo{Slab: s.id, Device: p.space, Bytes: n, Released: true, Reason: l.reason, Scrubbed: l.scrubbed, Err: l.scrubErr})
 	for _, cl := range l.requests {
 		cl.freed += n

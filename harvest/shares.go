@@ -37,8 +37,8 @@ func (p *peer) share(now time.Duration) int64 {
 	if !slices.ContainsFunc(p.others, func(o Other) bool { return o.Wants }) {
 		return math.MaxInt64
 	}
-	total := p.inService() + max(p.borrowable()+p.draining, 0)
-	all := []sharer{newSharer(p.inService(), p.wants(now), p.weight)}
+	total := p.serving + max(p.borrowable()+p.draining, 0)
+	all := []sharer{newSharer(p.serving, p.wants(now), p.weight)}
 	for _, o := range p.others {
 		total += o.Held
 		all = append(all, newSharer(o.Held, o.Wants, o.Weight))
@@ -93,5 +93,5 @@ func (p *peer) aboveShare(now time.Duration) int64 {
 			largest = max(largest, s.segments.bytes)
 		}
 	}
-	return max(p.inService()-share-largest, 0)
+	return max(p.serving-share-largest, 0)
 }
