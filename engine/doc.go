@@ -20,7 +20,7 @@
 // compute the prompt's last token only, whose logits they need.
 //
 // Options.Offload keeps blocks in other tiers. It is offered the blocks that each step has
-// filled, and those of sequences that end or are preempted. A waiting sequence of which it has
+// filled, while the device computes the next one, and those of sequences that end or are preempted. A waiting sequence of which it has
 // more than the pool is loading until Poll reports the end, while others run; what has not
 // arrived is computed. Transfers hold their blocks, so a sequence ends at once in any state.
 //

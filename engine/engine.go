@@ -214,6 +214,8 @@ type Engine struct {
 	// updates are those that no job has received yet.
 	updates, spareUpdates []delivery
 	deliveryDone          chan struct{}
+	// meanwhile is what steps call while the device computes; nil: there are no tiers.
+	meanwhile func()
 
 	mu           sync.Mutex
 	wake         chan struct{} // capacity 1
@@ -280,7 +282,7 @@ func New(o Options) (*Engine, error) {
 		o.Log.Warn("the model's eos_token_id has ids outside its vocabulary, which are ignored", "eos_token_id", o.StopIDs, "vocab_size", o.Vocab)
 		o.StopIDs = slices.DeleteFunc(slices.Clone(o.StopIDs), outside)
 	}
-	return &Engine{
+	e := &Engine{
 		o:            o,
 		prefixes:     newPrefixes(&o),
 		seqs:         map[scheduler.ID]*sequence{},
@@ -288,7 +290,11 @@ func New(o Options) (*Engine, error) {
 		deliveryDone: make(chan struct{}),
 		sched:        scheduler.New(scheduler.Limits{StepTokens: o.MaxNumBatchedTokens, Sequences: o.MaxNumSeqs, CacheTokens: o.KV.Capacity()}, o.Scheduling),
 		state:        State{KVBlocks: o.KV.Blocks(), BlockTokens: o.KV.BlockTokens()},
-	}, nil
+	}
+	if o.Offload != nil {
+		e.meanwhile = e.prefixes.meanwhile
+	}
+	return e, nil
 }
 
 // State returns the present state.
@@ -577,6 +583,7 @@ func (e *Engine) runStep(ctx context.Context) (worked bool, err error) {
 	e.publish()
 	if len(plan.Chunks) == 0 {
 		e.deliver()
+		e.prefixes.storeFilled()
 		// Blocks of prompts that samples have yet to fork may be what others lack.
 		released := e.sched.Loading() == 0 && e.o.KV.Held() == 0 && e.prefixes.releasePrompts()
 		return released, nil
@@ -672,7 +679,7 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 		}()
 	}
 	start, began := e.o.Now(), e.o.Clock()
-	res, err := e.o.Pipeline.Step(ctx, &pipeline.Step{Sequences: e.batch.sequences, Copies: e.o.KV.Copies()})
+	res, err := e.o.Pipeline.Step(ctx, &pipeline.Step{Sequences: e.batch.sequences, Copies: e.o.KV.Copies(), Meanwhile: e.meanwhile})
 	if len(before) > 0 {
 		<-e.deliveryDone
 	}
@@ -686,8 +693,9 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 			e.setFailing(nil)
 			return nil
 		}
-		res, err = e.o.Pipeline.Step(ctx, &pipeline.Step{Sequences: e.batch.sequences, Copies: e.o.KV.Copies()})
+		res, err = e.o.Pipeline.Step(ctx, &pipeline.Step{Sequences: e.batch.sequences, Copies: e.o.KV.Copies(), Meanwhile: e.meanwhile})
 	}
+	e.prefixes.storeFilled() // if the step has not done so
 	e.o.KV.Copied()
 	tokens, prefill := e.batch.tokens()
 	// Steps that mostly decode say little of how long prompts take.
@@ -824,6 +832,7 @@ func (e *Engine) addToken(id scheduler.ID, q *sequence, t Token, now time.Time) 
 	}
 	if !q.long && e.prefixes.long(len(q.tokens)) {
 		// Past longrope's boundary other factors apply: recompute the KV cache.
+		e.prefixes.storeFilled()
 		q.long = true
 		q.blocks.resign(true)
 		q.blocks.group = nil

@@ -58,7 +58,7 @@ func (e *Engine) takeLoaded() {
 	if e.prefixes.tiers == nil {
 		return
 	}
-	for _, l := range e.prefixes.tiers.Poll() {
+	for _, l := range e.prefixes.poll() {
 		if id := scheduler.ID(l.Seq); e.seqs[id] != nil {
 			e.loaded(id, l.Blocks*e.o.KV.BlockTokens())
 		}

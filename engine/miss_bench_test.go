@@ -32,6 +32,7 @@ func (s *storing) Step(ctx context.Context, step *pipeline.Step) (r pipeline.Res
 		s.between += time.Since(s.ended)
 	}
 	if s.tiers != nil {
+		step.Meanwhile()
 		err = s.tiers.Wait(ctx)
 	}
 	r, failed := s.idleStepper.Step(ctx, step)

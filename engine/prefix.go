@@ -13,8 +13,8 @@ import (
 )
 
 // Offloader keeps KV blocks in other tiers and brings them back. *offload.Tiers is one. The
-// engine's goroutine calls its methods; Wait is also called from another one, while none of the
-// others is.
+// engine's goroutine calls its methods, Store and Poll also while a step runs; Wait is also called from
+// another one, while none of the others is.
 type Offloader interface {
 	// Factor is the number of blocks in a block of the tiers, which store only whole ones.
 	Factor() int
@@ -60,6 +60,10 @@ type prefixes struct {
 	loading map[kvcache.Key]struct{}
 	// last: no request comes after those that end now, so that nothing is stored for it.
 	last bool
+	// filled are blocks to be offered to the tiers while the next step runs.
+	filled []filledBlocks
+	// loaded are loads that Poll has reported meanwhile.
+	loaded []offload.Loaded
 	// prompts are groups that have, or had, blocks of their own.
 	prompts []*group
 	// salt is Options.KeySalt, longAfter Options.LongAfter.
@@ -293,6 +297,7 @@ func (b *blocks) filled(from int) []int32 { return b.Blocks()[from : b.Filled()/
 // Release implements scheduler.Blocks. The tiers are offered what the sequence has computed.
 func (b *blocks) Release(keep bool) {
 	b.unclaim()
+	b.in.filled = slices.DeleteFunc(b.in.filled, func(f filledBlocks) bool { return f.of == b })
 	if full := b.filled(0); b.admitted && keep && b.in.tiers != nil && !b.in.last && len(full) > 0 {
 		why := offload.Preempted
 		if b.ended {
@@ -304,16 +309,48 @@ func (b *blocks) Release(keep bool) {
 	b.Table.Release(keep)
 }
 
-// store offers the tiers the blocks that a step has filled, of tokens [from, to).
+// filledBlocks are those of a sequence from block first on that are full.
+type filledBlocks struct {
+	of    *blocks
+	first int
+}
+
+// store has the tiers be offered the blocks that a step has filled, of tokens [from, to).
 func (b *blocks) store(from, to int) {
 	if b.in.tiers == nil {
 		return
 	}
-	unit := b.in.kv.BlockTokens() * b.in.factor
-	if from/unit < to/unit {
-		first := from / unit * b.in.factor
-		b.in.tiers.Store(b.keys, first, b.filled(first), offload.Filled)
+	if unit := b.in.kv.BlockTokens() * b.in.factor; from/unit < to/unit {
+		b.in.filled = append(b.in.filled, filledBlocks{b, from / unit * b.in.factor})
 	}
+}
+
+// storeFilled offers the tiers what steps have filled.
+func (p *prefixes) storeFilled() {
+	if p.tiers == nil {
+		return
+	}
+	for _, f := range p.filled {
+		p.tiers.Store(f.of.keys, f.first, f.of.filled(f.first), offload.Filled)
+	}
+	clear(p.filled)
+	p.filled = p.filled[:0]
+}
+
+// meanwhile does for the tiers, while the device computes, what the next step does not depend on.
+// Nothing else uses the account of blocks then.
+func (p *prefixes) meanwhile() {
+	if p.tiers != nil {
+		p.storeFilled()
+		p.loaded = append(p.loaded, p.tiers.Poll()...)
+	}
+}
+
+// poll returns the loads that have ended.
+func (p *prefixes) poll() []offload.Loaded {
+	ended := append(p.loaded, p.tiers.Poll()...)
+	p.loaded = p.loaded[:0]
+	return ended
 }
 
 // drop has the tiers drop what they have of a sequence that failed.

@@ -140,7 +140,7 @@ func abortDuringStore(t *testing.T, holds bool) (r *race, got, want []int32) {
 	first := ask(1, 16, 4)
 	ctx, cancel := context.WithCancel(t.Context())
 	aborted := r.submit(ctx, first)
-	r.turns(2, true)
+	r.turns(3, true) // what a step has filled is stored while the next one runs
 	if len(r.tiers.stores) != 2 {
 		t.Fatalf("%d stores", len(r.tiers.stores))
 	}

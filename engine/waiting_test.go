@@ -1,10 +1,13 @@
 package engine_test
 
 import (
+	"context"
 	"slices"
 	"testing"
 
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/kvcache/offload"
+	"github.com/moeserve/moeserve/pipeline"
 )
 
 // TestWaitingForALoad: sequences that wait for what another one loads are looked up once, not in every
@@ -36,5 +39,54 @@ func TestWaitingForALoad(t *testing.T) {
 	}
 	if len(r.wrong) > 0 {
 		t.Error(r.wrong)
+	}
+}
+
+// during is a drawing that calls back when a step begins, and Meanwhile in the middle of it.
+type during struct {
+	*drawing
+	begins, goesOn func(s *pipeline.Step)
+}
+
+func (d *during) Step(ctx context.Context, s *pipeline.Step) (pipeline.Result, error) {
+	d.begins(s)
+	s.Meanwhile()
+	d.goesOn(s)
+	return d.drawing.Step(ctx, s)
+}
+
+// TestStoresWhileTheDeviceComputes: what a step has filled is offered to the tiers in the middle of the
+// next one, or at the end of its sequence if that comes before; all of it is there then.
+func TestStoresWhileTheDeviceComputes(t *testing.T) {
+	kv := smallBlocks(t, 40)
+	step := &during{drawing: newDrawing(t, kv)}
+	tiers := newMemoryTiers(step.drawing, 1)
+	steps := 0
+	step.begins = func(*pipeline.Step) {
+		if n := len(tiers.causes); n != max(0, steps-1) {
+			t.Errorf("step %d begins after %d stores", steps, n)
+		}
+	}
+	step.goesOn = func(*pipeline.Step) {
+		if n := len(tiers.causes); n != steps {
+			t.Errorf("%d stores in the middle of step %d", n, steps)
+		}
+		steps++
+	}
+	e := newEngine(t, engine.Options{Pipeline: step, KV: kv, Offload: tiers, MaxModelLen: 160, MaxNumBatchedTokens: 8, LongAfter: longAfter, Vocab: 256})
+	if _, err := e.Submit(t.Context(), ask(1, 33, 1)); err != nil { // five steps, of 2 blocks each but the last
+		t.Fatal(err)
+	}
+	for range 5 {
+		if _, err := engine.Turn(e, t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if want := append(slices.Repeat([]offload.Cause{offload.Filled}, 4), offload.Released); !slices.Equal(tiers.causes, want) {
+		t.Errorf("stores: %v, want %v", tiers.causes, want)
+	}
+	tiers.endAll()
+	if len(tiers.content) != 8 || kv.Free() != kv.Blocks() {
+		t.Errorf("%d blocks are stored, %d of %d are free", len(tiers.content), kv.Free(), kv.Blocks())
 	}
 }

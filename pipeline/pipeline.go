@@ -71,6 +71,9 @@ type Step struct {
 	// wait for the same point. Before the step is run again, the failed copy must be started
 	// again, with another point.
 	Wait []device.Point
+	// Meanwhile, if set, is called once the step is enqueued, while the device computes: for work of
+	// the host that needs no result of it. A step that fails before does not call it.
+	Meanwhile func()
 	// Done are signaled by the host once the step has succeeded: its writes to the KV cache
 	// are complete, and will not be repeated by a retry. A step that fails signals none.
 	Done []device.Point
@@ -220,6 +223,9 @@ func (p *Pipeline) Step(ctx context.Context, s *Step) (Result, error) {
 		err = p.enqueue(ctx, plan, s)
 	}
 	if err == nil {
+		if s.Meanwhile != nil {
+			s.Meanwhile()
+		}
 		err = p.end(ctx)
 	}
 	if err != nil {
