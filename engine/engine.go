@@ -399,7 +399,7 @@ func (e *Engine) admissible(r Request) (*submission, error) {
 		stop = nil
 	}
 	s.adjust = newAdjustments(&s.req.Params, r.Prompt, stop)
-	if e.prefixes.keyed() {
+	if e.prefixes.keyed(&r) {
 		s.keys = e.prefixes.promptKeys(r.CacheSalt, r.Prompt, s.ahead())
 	}
 	return s, nil
@@ -615,7 +615,7 @@ func (e *Engine) takeIn() {
 		for i := range s.req.Params.N {
 			q := &sequence{
 				sub: s, sample: i, tokens: append(make([]int32, 0, len(s.req.Prompt)+s.ahead()), s.req.Prompt...), long: e.prefixes.long(len(s.req.Prompt)),
-				blocks: blocks{Table: e.o.KV.NewTable(), in: e.prefixes, group: samples},
+				blocks: blocks{Table: e.o.KV.NewTable(), in: e.prefixes, alone: e.prefixes.alone(&s.req), group: samples},
 			}
 			keys := s.keys
 			if s.req.Params.N > 1 {
@@ -839,7 +839,7 @@ func (e *Engine) addToken(id scheduler.ID, q *sequence, t Token, now time.Time) 
 		e.sched.Restart(id)
 		q.blocks.keys = nil
 	}
-	if e.prefixes.keyed() && (len(q.blocks.keys)+1)*e.o.KV.BlockTokens() <= len(q.tokens) {
+	if e.prefixes.keyed(&q.sub.req) && (len(q.blocks.keys)+1)*e.o.KV.BlockTokens() <= len(q.tokens) {
 		q.blocks.identify(e.prefixes.moreKeys(q))
 	}
 }

@@ -29,7 +29,7 @@ func (e *Engine) admitted(q *sequence, now time.Time) {
 	q.start()
 	q.blocks.admitted = true
 	q.first = q.sub.job.admit(now, q.blocks.local)
-	if !q.first || !e.prefixes.keyed() {
+	if !q.first || !e.prefixes.keyed(&q.sub.req) {
 		return
 	}
 	e.mu.Lock()
@@ -39,7 +39,7 @@ func (e *Engine) admitted(q *sequence, now time.Time) {
 		e.state.PrefixCacheQueries += tokens
 		e.state.PrefixCacheHits += int64(q.blocks.local)
 	}
-	if e.prefixes.tiers != nil {
+	if !q.blocks.alone {
 		e.state.ExternalQueries += tokens - int64(q.blocks.local)
 	}
 }

@@ -87,8 +87,11 @@ func newPrefixes(o *Options) *prefixes {
 	return p
 }
 
-// keyed reports whether sequences have keys.
-func (p *prefixes) keyed() bool { return p.local || p.tiers != nil }
+// keyed reports whether a request's sequences have keys.
+func (p *prefixes) keyed(q *Request) bool { return p.local || !p.alone(q) }
+
+// alone reports whether the tiers have nothing to do with a request.
+func (p *prefixes) alone(q *Request) bool { return p.tiers == nil || q.WithoutTiers }
 
 // long reports whether a sequence of so many tokens has longrope's long factors.
 func (p *prefixes) long(tokens int) bool { return p.longAfter > 0 && tokens > p.longAfter }
@@ -158,6 +161,8 @@ type blocks struct {
 	admitted bool
 	// ended: the next Release is the last.
 	ended bool
+	// alone: the tiers have none of its blocks, nor get them.
+	alone bool
 	// group is that of its request's samples; nil: there are no others, or it has other content
 	// than they have.
 	group *group
@@ -254,7 +259,7 @@ func (b *blocks) Match(maxTokens int) (tokens int, at scheduler.Cached) {
 	}
 	size := b.in.kv.BlockTokens()
 	from := b.local / size
-	if b.in.tiers == nil || from >= min(len(b.keys), maxTokens/size) {
+	if b.alone || from >= min(len(b.keys), maxTokens/size) {
 		return b.local, scheduler.Ready
 	}
 	n := 0
@@ -298,7 +303,7 @@ func (b *blocks) filled(from int) []int32 { return b.Blocks()[from : b.Filled()/
 func (b *blocks) Release(keep bool) {
 	b.unclaim()
 	b.in.filled = slices.DeleteFunc(b.in.filled, func(f filledBlocks) bool { return f.of == b })
-	if full := b.filled(0); b.admitted && keep && b.in.tiers != nil && !b.in.last && len(full) > 0 {
+	if full := b.filled(0); b.admitted && keep && !b.alone && !b.in.last && len(full) > 0 {
 		why := offload.Preempted
 		if b.ended {
 			why = offload.Released
@@ -317,7 +322,7 @@ type filledBlocks struct {
 
 // store has the tiers be offered the blocks that a step has filled, of tokens [from, to).
 func (b *blocks) store(from, to int) {
-	if b.in.tiers == nil {
+	if b.alone {
 		return
 	}
 	if unit := b.in.kv.BlockTokens() * b.in.factor; from/unit < to/unit {
@@ -355,7 +360,7 @@ func (p *prefixes) poll() []offload.Loaded {
 
 // drop has the tiers drop what they have of a sequence that failed.
 func (b *blocks) drop() {
-	if b.in.tiers != nil && !b.in.last {
+	if !b.alone && !b.in.last {
 		b.in.tiers.Drop(b.keys)
 	}
 }

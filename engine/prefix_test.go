@@ -392,3 +392,35 @@ func TestIdleEngineHoldsNothing(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// TestWithoutTiers: a request that is kept from the tiers neither loads from them nor is stored there,
+// and has the same tokens.
+func TestWithoutTiers(t *testing.T) {
+	for _, caching := range []bool{false, true} {
+		kv := smallBlocks(t, 64)
+		step := newDrawing(t, kv)
+		tiers := newMemoryTiers(step, 1)
+		e := newEngine(t, engine.Options{Pipeline: step, KV: kv, Offload: tiers, PrefixCaching: caching, MaxModelLen: 200, LongAfter: longAfter, Vocab: 256})
+		run := func(i int, without bool) {
+			t.Helper()
+			q := ask(i, 17, 5)
+			q.WithoutTiers = without
+			outs, err := e.Generate(t.Context(), []engine.Request{q}, nil)
+			if err != nil || !slices.Equal(outs[0].TokenIDs, plainTokens(t, q)) {
+				t.Errorf("request %d: %v, %v", i, outs, err)
+			}
+			tiers.endAll()
+		}
+		run(1, true)
+		if len(tiers.causes) > 0 || tiers.lookups > 0 {
+			t.Errorf("caching %v: %d stores and %d lookups", caching, len(tiers.causes), tiers.lookups)
+		}
+		run(2, false)
+		stored := len(tiers.content)
+		e.ResetPrefixCache(false)
+		run(2, true)
+		if s := e.State(); s.ExternalHits != 0 || s.ExternalQueries != 17 || stored == 0 || len(tiers.content) != stored {
+			t.Errorf("caching %v: %+v, %d blocks stored, then %d", caching, s, stored, len(tiers.content))
+		}
+	}
+}

@@ -173,6 +173,8 @@ type Request struct {
 	// CacheSalt separates users: requests share cached prefixes only with those of the same
 	// salt. Empty: with all others without one.
 	CacheSalt string
+	// WithoutTiers: the tiers of Options.Offload neither provide its KV blocks nor get them.
+	WithoutTiers bool
 	// Priority of a request, lower values first: see scheduler.Order. 0 where the policy
 	// knows none.
 	Priority int

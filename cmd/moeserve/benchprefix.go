@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"strconv"
 
 	"github.com/spf13/cobra"
@@ -69,7 +70,7 @@ Ctrl-C ends the measurement with the points that are done.`,
 	f := cmd.Flags()
 	f.StringVar(&o.places, "places", "hbm,peer,host,file,nowhere", "comma-separated `LIST` of places of the KV cache")
 	f.Var((*pathValue)(&o.directory), "file-directory", "`DIR` of the tier in files; default: the system's for temporary files")
-	f.StringSliceVar(&o.lengths, "lengths", nil, "comma-separated `NUMBERS` of tokens of prefixes; default: 1024 to 90000")
+	f.StringSliceVar(&o.lengths, "lengths", nil, "comma-separated `NUMBERS` of tokens of prefixes; default: 1024 to 90000, of a smaller context parts")
 	f.IntVar(&o.repetitions, "repetitions", 5, "`NUMBER` of requests that find their prompt, whose median counts")
 	f.StringSliceVar(&o.hits, "hits", nil, "measure throughput by these `FRACTIONS` of requests that find their prompt")
 	f.IntVar(&o.requests, "num-prompts", 10000, "`NUMBER` of requests of --hits")
@@ -97,8 +98,14 @@ func (o *prefixOptions) ttft(limit int) (prefix.TTFTOptions, error) {
 		}
 		m.Lengths = append(m.Lengths, n)
 	}
+	if longest := limit - 1 - m.NewTokens; len(m.Lengths) == 0 && longest >= 1 { // a small model
+		for _, n := range []int{longest / 4, longest / 2, longest} {
+			m.Lengths = append(m.Lengths, max(1, n-n%16))
+		}
+		m.Lengths = slices.Compact(m.Lengths)
+	}
 	if len(m.Lengths) == 0 {
-		return m, usagef("no prefix of 1024 tokens fits in the context of %d tokens: give shorter --lengths", limit)
+		return m, usagef("no prefix fits in the context of %d tokens beside %d others: raise --max-model-len", limit, 1+m.NewTokens)
 	}
 	if o.repetitions < 1 {
 		return m, usagef("--repetitions is %d: must be at least 1", o.repetitions)
