@@ -366,6 +366,9 @@ func (n *Node) Pipeline() *pipeline.Pipeline { return n.pipe }
 // KV returns the manager of the KV blocks of the pipeline's steps.
 func (n *Node) KV() *kvcache.Manager { return n.kv }
 
+// KVTiers are the tiers of KV blocks, nil: there are none. No request runs while the caller uses them.
+func (n *Node) KVTiers() *offload.Tiers { return n.tiers }
+
 // Machine returns the machine that the node runs on.
 func (n *Node) Machine() device.Machine { return n.machine }
 

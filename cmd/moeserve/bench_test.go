@@ -312,6 +312,28 @@ func TestBenchPrefix(t *testing.T) {
 			t.Errorf("%+v, want %d tokens found", x, found)
 		}
 	}
+	r = measure("--misses", "--lengths", "64,160", "--repetitions", "3", "--places", "hbm,peer,host,nowhere")
+	if len(r.Misses) != 4 || len(r.TTFT)+len(r.Hits)+len(r.Decodes) != 0 {
+		t.Fatalf("%+v", r)
+	}
+	for _, x := range r.Misses { // stores run beside the steps
+		if x.PlainSeconds <= 0 || math.Abs(x.Cost) > 0.01 || math.Abs(x.Seconds/x.PlainSeconds-1-x.Cost) > 1e-9 {
+			t.Errorf("%+v", x)
+		}
+	}
+	r = measure("--decodes", "4", "--input-len", "64", "--repetitions", "2", "--places", "peer,host")
+	if len(r.Decodes) != 8 || len(r.TTFT)+len(r.Hits)+len(r.Misses) != 0 {
+		t.Fatalf("%+v", r)
+	}
+	for _, x := range r.Decodes {
+		if quiet := x.Traffic == prefix.Quiet; x.StepSeconds <= 0 || x.Cost < 0 || x.Cost > 0.02 || quiet != (x.BytesPerSecond == 0) || quiet && x.Cost != 0 {
+			t.Errorf("%+v", x)
+		}
+	}
+	// Without any flag the lengths are those that the small context has room for.
+	if r = measure("--places", "hbm", "--repetitions", "1"); len(r.TTFT) != 3 || r.TTFT[2].PrefixTokens != 240 {
+		t.Errorf("%+v", r.TTFT)
+	}
 	// A place that the machine does not have is skipped; without any there is no result.
 	for places, want := range map[string]int{"hbm,peer": exitDone, "peer": exitUsage} {
 		stdout, stderr, code := invoke(t, strings.NewReader(""), "bench", "prefix", "--emulate", "virtual,gpus=1,hbm=256MiB", "--lengths", "16", "--places", places)
@@ -323,7 +345,12 @@ func TestBenchPrefix(t *testing.T) {
 		{"--lengths 16 --kv-offloading-size 1", "--kv-offloading-size is what --places sets"},
 		{"--places disk", `--places: "disk" is no place: must be`},
 		{"--lengths 300", `--lengths has "300": must be a whole number from 1 to`},
-		{"", "no prefix of 1024 tokens fits in the context of 256 tokens: give shorter --lengths"},
+		{"--max-model-len 9", "no prefix fits in the context of 9 tokens beside 9 others"},
+		{"--misses --decodes 3", "--hits, --misses and --decodes are measured one at a time"},
+		{"--misses --plot x.svg", "--plot draws times to first token and --hits"},
+		{"--misses --places hbm --lengths 16", "name a tier in --places: peer, host or file"},
+		{"--decodes -1 --input-len 16", "--decodes -1 --input-len 16: must be at least 1"},
+		{"--decodes 4", "for a context of 256 tokens at most 235 tokens"},
 		{"--lengths 16 --repetitions 0", "--repetitions is 0"},
 		{"--hits 2", `--hits has "2": must be a fraction from 0 to 1`},
 		{"--hits 1", "--input-len and --output-len are 513 together, and the context has 256 tokens"},

@@ -31,6 +31,10 @@ type prefixOptions struct {
 	// Of throughput, which is measured where hits are named.
 	hits                                []string
 	requests, inputLen, newTokens, pool int
+	// misses: what tiers cost prompts that they do not have is measured; decodes: what copies cost
+	// that number of sequences that decode.
+	misses  bool
+	decodes int
 }
 
 func newBenchPrefix(s *streams) *cobra.Command {
@@ -46,6 +50,11 @@ own, with that tier alone; the GPU's own prefix cache is used in hbm only.
 With --hits the throughput of --num-prompts requests is measured instead, all
 submitted at once, of which a fraction has prompts that have run before.
 
+With --misses what tiers add to the time to first token of new prompts is measured: in
+each tier's engine prompts that are stored there and prompts that are not run in turn.
+With --decodes what stores and loads add to decode steps of so many sequences of
+--input-len tokens: steps beside each kind of copies and without run in turn.
+
 A prompt has one token more than its prefix, which is always computed. Prefixes that
 do not fit the model's context are excluded. Places whose tier cannot be opened are
 skipped, and named. How many tokens were found stands beside each time: an engine may
@@ -55,7 +64,9 @@ Ctrl-C ends the measurement with the points that are done.`,
 		Example: `  moeserve bench prefix mixtral-8x7b --load-format dummy --lengths 1024,32000 \
       --device cuda --peers 1 --plot ttft.svg
   moeserve bench prefix --hits 0,0.5,1 --places hbm,host \
-      --num-prompts 100 --input-len 128`,
+      --num-prompts 100 --input-len 128
+  moeserve bench prefix --misses --places host
+  moeserve bench prefix --decodes 8 --input-len 64 --places host`,
 		Args:              oneModel,
 		ValidArgsFunction: completeModelArgument,
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -70,11 +81,13 @@ Ctrl-C ends the measurement with the points that are done.`,
 	f := cmd.Flags()
 	f.StringVar(&o.places, "places", "hbm,peer,host,file,nowhere", "comma-separated `LIST` of places of the KV cache")
 	f.Var((*pathValue)(&o.directory), "file-directory", "`DIR` of the tier in files; default: the system's for temporary files")
-	f.StringSliceVar(&o.lengths, "lengths", nil, "comma-separated `NUMBERS` of tokens of prefixes; default: 1024 to 90000, of a smaller context parts")
-	f.IntVar(&o.repetitions, "repetitions", 5, "`NUMBER` of requests that find their prompt, whose median counts")
+	f.StringSliceVar(&o.lengths, "lengths", nil, "comma-separated `NUMBERS` of tokens of prefixes; default: 1024 to 90000")
+	f.IntVar(&o.repetitions, "repetitions", 5, "`NUMBER` of requests that find their prompt, of misses, or of rounds of --decodes; the median counts")
 	f.StringSliceVar(&o.hits, "hits", nil, "measure throughput by these `FRACTIONS` of requests that find their prompt")
+	f.BoolVar(&o.misses, "misses", false, "measure what tiers cost new prompts")
+	f.IntVar(&o.decodes, "decodes", 0, "measure what copies cost decode steps of this `NUMBER` of sequences")
 	f.IntVar(&o.requests, "num-prompts", 10000, "`NUMBER` of requests of --hits")
-	f.IntVar(&o.inputLen, "input-len", 512, "prompt `TOKENS` of each request of --hits")
+	f.IntVar(&o.inputLen, "input-len", 512, "prompt `TOKENS` of each request of --hits, or sequence of --decodes")
 	f.IntVar(&o.newTokens, "output-len", 1, "generated `TOKENS` of each request of --hits")
 	f.IntVar(&o.pool, "num-prefixes", 100, "`NUMBER` of prompts that requests of --hits find, in turn")
 	addCSV(cmd, &o.csv)
@@ -106,9 +119,6 @@ func (o *prefixOptions) ttft(limit int) (prefix.TTFTOptions, error) {
 	}
 	if len(m.Lengths) == 0 {
 		return m, usagef("no prefix fits in the context of %d tokens beside %d others: raise --max-model-len", limit, 1+m.NewTokens)
-	}
-	if o.repetitions < 1 {
-		return m, usagef("--repetitions is %d: must be at least 1", o.repetitions)
 	}
 	return m, nil
 }
@@ -152,15 +162,13 @@ func benchPrefix(ctx context.Context, s *streams, set *settings, o *prefixOption
 	if err != nil {
 		return err
 	}
-	var ttft prefix.TTFTOptions
-	var hits prefix.HitsOptions
-	if len(o.hits) == 0 {
-		ttft, err = o.ttft(limit)
-	} else {
-		hits, err = o.throughput(limit)
-	}
+	b := &prefixes{s: s, set: set, hardware: hardware, directory: o.directory}
+	k, err := o.kind(b, places, limit)
 	if err != nil {
 		return err
+	}
+	if k.plot == nil && len(o.plots) > 0 {
+		return usagef("--plot draws times to first token and --hits; leave it out")
 	}
 	formats := make([]string, len(o.plots))
 	for i, path := range o.plots {
@@ -178,40 +186,27 @@ func benchPrefix(ctx context.Context, s *streams, set *settings, o *prefixOption
 		return err
 	}
 	defer func() { err = errors.Join(err, res.close()) }()
-	b := &prefixes{s: s, set: set, hardware: hardware, directory: o.directory}
 	r := &prefix.Result{Run: thisRun(s)}
 	p := s.progress(&set.Output, false)
 	defer p.end()
-	plot := prefix.PlotTTFT
-	var interrupted error
-	if len(o.hits) == 0 {
-		ttft.Open, ttft.Places, ttft.Seed = b.open, places, set.Generate.Seed
-		p.begin("prompts", "tokens")
-		ttft.Progress = func(done, total int64) { p.set("prompts", done, total) }
-		interrupted = prefix.TTFT(ctx, ttft, r, b.skip)
-	} else {
-		hits.Open, hits.Places, hits.Seed = b.open, places, set.Generate.Seed
-		p.begin("requests", "requests")
-		hits.Progress = func(done, total int64) { p.set("requests", done, total) }
-		interrupted = prefix.Hits(ctx, hits, r, b.skip)
-		plot = prefix.PlotHits
-	}
+	p.begin(k.of, k.unit)
+	interrupted := k.measure(ctx, r, func(done, total int64) { p.set(k.of, done, total) })
 	p.end()
 	for _, text := range b.skipped {
 		s.notice(&set.Output, "%s", text)
 	}
-	if len(r.TTFT)+len(r.Hits) == 0 {
+	if len(r.TTFT)+len(r.Hits)+len(r.Misses)+len(r.Decodes) == 0 {
 		if interrupted == nil {
 			return fault.Of(fault.ErrConfig, errors.New("no place could be measured"))
 		}
 		return benchError(interrupted)
 	}
 	var files []outputFile
-	if interrupted == nil {
+	if interrupted == nil && k.plot != nil {
 		for i, path := range o.plots {
-			files = append(files, outputFile{path, func(w io.Writer) error { return plot(w, formats[i], r) }})
+			files = append(files, outputFile{path, func(w io.Writer) error { return k.plot(w, formats[i], r) }})
 		}
-	} else {
+	} else if interrupted != nil {
 		s.notice(&set.Output, "the points that were measured follow; no plot")
 	}
 	if o.csv != "" {
@@ -219,6 +214,75 @@ func benchPrefix(ctx context.Context, s *streams, set *settings, o *prefixOption
 	}
 	written := writeAll(s, res, r, files, func(w io.Writer) error { return prefix.WriteTable(w, r) })
 	return errors.Join(written, interrupted)
+}
+
+// kindOfPrefix is what a call of bench prefix measures.
+type kindOfPrefix struct {
+	// of and unit are the progress bar's.
+	of, unit string
+	measure  func(ctx context.Context, r *prefix.Result, progress func(done, total int64)) error
+	plot     func(w io.Writer, format string, r *prefix.Result) error // nil: there is none
+}
+
+// kind reads the flags of what is measured.
+func (o *prefixOptions) kind(b *prefixes, places []prefix.Place, limit int) (kindOfPrefix, error) {
+	if o.repetitions < 1 {
+		return kindOfPrefix{}, usagef("--repetitions is %d: must be at least 1", o.repetitions)
+	}
+	kinds := 0
+	for _, asked := range []bool{len(o.hits) > 0, o.misses, o.decodes != 0} {
+		if asked {
+			kinds++
+		}
+	}
+	seed, tiers := b.set.Generate.Seed, tiersOf(places)
+	switch {
+	case len(tiers) == 0 && (o.misses || o.decodes != 0):
+		return kindOfPrefix{}, usagef("--misses and --decodes measure tiers; name a tier in --places: peer, host or file")
+	case kinds > 1:
+		return kindOfPrefix{}, usagef("--hits, --misses and --decodes are measured one at a time; give one of them")
+	case len(o.hits) > 0:
+		m, err := o.throughput(limit)
+		m.Open, m.Places, m.Seed = b.open, places, seed
+		return kindOfPrefix{"requests", "requests", func(ctx context.Context, r *prefix.Result, progress func(done, total int64)) error {
+			m.Progress = progress
+			return prefix.Hits(ctx, m, r, b.skip)
+		}, prefix.PlotHits}, err
+	case o.misses:
+		t, err := o.ttft(limit)
+		m := prefix.MissesOptions{Open: b.open, Places: tiers, Lengths: t.Lengths, Repetitions: o.repetitions, Seed: seed}
+		return kindOfPrefix{"prompts", "tokens", func(ctx context.Context, r *prefix.Result, progress func(done, total int64)) error {
+			m.Progress = progress
+			return prefix.Misses(ctx, m, r, b.skip)
+		}, nil}, err
+	case o.decodes != 0:
+		m, err := o.steps(limit)
+		m.Open, m.Places = b.openDecoder, tiers
+		return kindOfPrefix{"steps", "steps", func(ctx context.Context, r *prefix.Result, progress func(done, total int64)) error {
+			m.Progress = progress
+			return prefix.Decodes(ctx, m, r, b.skip)
+		}, nil}, err
+	}
+	m, err := o.ttft(limit)
+	m.Open, m.Places, m.Seed = b.open, places, seed
+	return kindOfPrefix{"prompts", "tokens", func(ctx context.Context, r *prefix.Result, progress func(done, total int64)) error {
+		m.Progress = progress
+		return prefix.TTFT(ctx, m, r, b.skip)
+	}, prefix.PlotTTFT}, err
+}
+
+// steps reads the flags of decode steps beside copies.
+func (o *prefixOptions) steps(limit int) (prefix.DecodesOptions, error) {
+	m := prefix.DecodesOptions{Sequences: o.decodes, Tokens: o.inputLen, Rounds: o.repetitions}.EnsureDefaults()
+	if most := limit - 1 - m.Steps; o.decodes < 1 || o.inputLen < 1 || o.inputLen > most {
+		return m, usagef("--decodes %d --input-len %d: must be at least 1, and for a context of %d tokens at most %d tokens", o.decodes, o.inputLen, limit, most)
+	}
+	return m, nil
+}
+
+// tiersOf are the places that are tiers.
+func tiersOf(places []prefix.Place) []prefix.Place {
+	return slices.DeleteFunc(slices.Clone(places), func(p prefix.Place) bool { return p == prefix.HBM || p == prefix.Nowhere })
 }
 
 // contextOf is the maximum of tokens of a sequence: the model's, or what the user allows.
@@ -253,8 +317,26 @@ func (b *prefixes) skip(p prefix.Place, err error) bool {
 	return true
 }
 
-// open opens a node with the tier of a place alone.
+// open opens an engine with the tier of a place alone.
 func (b *prefixes) open(ctx context.Context, p prefix.Place, tokens, length int) (prefix.Engine, error) {
+	n, err := b.node(ctx, p, tokens, length)
+	if err != nil {
+		return nil, err
+	}
+	return bench.NewPrefixes(n, b.hardware), nil
+}
+
+// openDecoder opens sequences that decode, with the tier of a place alone.
+func (b *prefixes) openDecoder(ctx context.Context, p prefix.Place, sequences, tokens, steps int) (prefix.Decoder, error) {
+	n, err := b.node(ctx, p, bench.TrafficTokens(b.set.KV.BlockSize), tokens+steps+1)
+	if err != nil {
+		return nil, err
+	}
+	return bench.NewDecodes(ctx, n, b.hardware, sequences, tokens, steps)
+}
+
+// node opens a node with the tier of a place alone.
+func (b *prefixes) node(ctx context.Context, p prefix.Place, tokens, length int) (*node.Node, error) {
 	set := b.set.Settings
 	set.KV.MaxModelLen = length
 	set.KV.EnablePrefixCaching = p == prefix.HBM
@@ -263,11 +345,7 @@ func (b *prefixes) open(ctx context.Context, p prefix.Place, tokens, length int)
 	}
 	opts := node.Options{Settings: set, Log: b.set.logger(b.s.err), WithoutTokenizer: true, ExpectCPU: set.Model.Name == "" || b.opened}
 	b.opened = true
-	n, err := open(ctx, b.s, opts, true)
-	if err != nil {
-		return nil, err
-	}
-	return bench.NewPrefixes(n, b.hardware), nil
+	return open(ctx, b.s, opts, true)
 }
 
 // tierSettings asks for the tier of a place alone, with room for the blocks of tokens tokens.

@@ -330,6 +330,18 @@ var fieldDocs = map[string]string{
 	"duration_s":              "time from the submission of all requests to the last token",
 	"request_throughput":      "requests per second",
 	"hits_speedup":            "`request_throughput` over that without hits in the same place; absent where that was not measured",
+	"prefix_misses":           "one object for each tier and length of a prompt; absent without `--misses`",
+	"MissPoint.prompt_tokens": "tokens of a prompt",
+	"MissPoint.miss_ttft_s":   "median time to first token of new prompts that are looked up and stored in the tier",
+	"first_miss_ttft_s":       "the same of the first of them",
+	"plain_ttft_s":            "median time to first token of new prompts that are not, in the same engine and in turn with them",
+	"miss_cost":               "`miss_ttft_s` over `plain_ttft_s`, less 1",
+	"prefix_decodes":          "one object for each tier and kind of copies; absent without `--decodes`",
+	"kv_traffic":              "what is copied beside decode steps: `none`, `own stores` (as many KV blocks as the sequences fill), `stores`, `loads` (one transfer after the other)",
+	"DecodePoint.sequences":   "sequences that decode",
+	"context_tokens":          "tokens of each sequence",
+	"step_cost":               "what the copies add to the steps of the same round without, as a fraction of these: median of the rounds",
+	"kv_bytes_per_s":          "bytes of KV blocks copied per second",
 
 	// Peers.
 	"borrowed_bytes":            "memory borrowed of the peer",

@@ -125,14 +125,14 @@ func (m *hits) place(ctx context.Context, p Place) (err error) {
 	base := 0.0
 	for i, f := range o.Fractions {
 		// The requests of the fraction before may have taken the places of the pool.
-		if _, err := e.Run(ctx, pool, o.NewTokens); err != nil {
+		if _, err := e.Run(ctx, pool, RunOptions{NewTokens: o.NewTokens}); err != nil {
 			return err
 		}
 		if err := e.Settle(ctx); err != nil {
 			return err
 		}
 		fresh := eval.GeneratePrompts(o.Requests, o.PromptTokens, info.Vocab, o.Seed+uint64(i)+1)
-		b, err := e.Run(ctx, mix(fresh, pool, f), o.NewTokens)
+		b, err := e.Run(ctx, mix(fresh, pool, f), RunOptions{NewTokens: o.NewTokens})
 		if err != nil {
 			return err
 		}

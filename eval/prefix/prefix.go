@@ -49,12 +49,19 @@ func ParsePlaces(text string) ([]Place, error) {
 type Engine interface {
 	// Info describes it.
 	Info() Info
-	// Run submits a request for each prompt, at once, and runs them to their ends: newTokens
-	// each, whatever they are.
-	Run(ctx context.Context, prompts [][]int32, newTokens int) (Batch, error)
+	// Run submits a request for each prompt, at once, and runs them to their ends.
+	Run(ctx context.Context, prompts [][]int32, o RunOptions) (Batch, error)
 	// Settle returns when no KV block is being stored.
 	Settle(ctx context.Context) error
 	Close() error
+}
+
+// RunOptions are those of requests.
+type RunOptions struct {
+	// NewTokens of each, whatever they are.
+	NewTokens int
+	// WithoutTiers: their KV blocks are neither looked up nor stored outside of the GPU's memory.
+	WithoutTiers bool
 }
 
 // Info describes an engine.
@@ -82,7 +89,7 @@ type Batch struct {
 // tokens; requests have at most length tokens, prompt and completion.
 type Open func(ctx context.Context, p Place, tokens, length int) (Engine, error)
 
-// Result is a measurement of both kinds.
+// Result is a measurement of one or more kinds.
 type Result struct {
 	Run eval.Run `json:"run"`
 	eval.Machine
@@ -92,6 +99,9 @@ type Result struct {
 	BlockTokens int         `json:"block_tokens"`
 	TTFT        []TTFTPoint `json:"prefix_ttft"`
 	Hits        []HitsPoint `json:"prefix_hits"`
+	// Misses and Decodes are absent where they were not measured.
+	Misses  []MissPoint   `json:"prefix_misses,omitempty"`
+	Decodes []DecodePoint `json:"prefix_decodes,omitempty"`
 }
 
 // describe takes over what an engine is.

@@ -42,7 +42,8 @@ func (e *engine) Info() prefix.Info {
 	}
 }
 
-func (e *engine) Run(ctx context.Context, prompts [][]int32, newTokens int) (prefix.Batch, error) {
+func (e *engine) Run(ctx context.Context, prompts [][]int32, o prefix.RunOptions) (prefix.Batch, error) {
+	newTokens := o.NewTokens
 	if err := ctx.Err(); err != nil {
 		return prefix.Batch{}, err
 	}

@@ -42,6 +42,12 @@ func WriteTable(out io.Writer, r *Result) error {
 		x := r.Hits[0]
 		fmt.Fprintf(&b, "\n%d requests of %d prompt tokens, all submitted at once; hits: those whose prompts have run before; found: share of all prompt tokens whose KV entries were there\n", x.Requests, x.PromptTokens/x.Requests)
 	}
+	if len(r.Misses) > 0 {
+		r.writeMisses(&b, w)
+	}
+	if len(r.Decodes) > 0 {
+		r.writeDecodes(&b, w)
+	}
 	if r.files() {
 		text := "files that were written just now are read from the system's page cache, where there is room"
 		if r.Emulation != nil && r.Emulation.Rates == eval.RatesVirtual {
@@ -53,9 +59,30 @@ func WriteTable(out io.Writer, r *Result) error {
 	return err
 }
 
+// writeMisses writes the lines of misses; w writes to b.
+func (r *Result) writeMisses(b *strings.Builder, w *tabwriter.Writer) {
+	fmt.Fprintln(w, "tier\tprompt\tTTFT ms\twith tier ms\tfirst ms\tcost\t")
+	for _, x := range r.Misses {
+		fmt.Fprintf(w, "%s\t%d\t%.4g\t%.4g\t%.4g\t%+.2f %%\t\n", x.Place, x.PromptTokens, 1e3*x.PlainSeconds, 1e3*x.Seconds, 1e3*x.FirstSeconds, 100*x.Cost)
+	}
+	w.Flush() //nolint:errcheck // writing to memory does not fail
+	b.WriteString("\nTTFT: time to first token of new prompts that have nothing to do with the tier, with tier: that of those that are looked up and stored in it,\nin turn in the same engine, medians; first: the first of the latter; cost: what the tier adds\n")
+}
+
+// writeDecodes writes the lines of decode steps; w writes to b.
+func (r *Result) writeDecodes(b *strings.Builder, w *tabwriter.Writer) {
+	fmt.Fprintln(w, "tier\tbeside\tdecode step ms\tcost\tGB/s\t")
+	for _, x := range r.Decodes {
+		fmt.Fprintf(w, "%s\t%s\t%.4g\t%+.2f %%\t%.4g\t\n", x.Place, x.Traffic, 1e3*x.StepSeconds, 100*x.Cost, x.BytesPerSecond/1e9)
+	}
+	w.Flush() //nolint:errcheck // as above
+	x := r.Decodes[0]
+	fmt.Fprintf(b, "\n%d sequences of %d tokens decode; beside: what is copied meanwhile: own stores: as many KV blocks as they fill; stores, loads: one transfer after the other\ncost: what that adds to the steps of the same round without, median of the rounds; GB/s: copied\n", x.Sequences, x.ContextTokens)
+}
+
 // files reports whether any prefix was in files.
 func (r *Result) files() bool {
-	return slices.ContainsFunc(r.TTFT, func(x TTFTPoint) bool { return x.Place == File }) || slices.ContainsFunc(r.Hits, func(x HitsPoint) bool { return x.Place == File })
+	return slices.ContainsFunc(r.TTFT, func(x TTFTPoint) bool { return x.Place == File }) || slices.ContainsFunc(r.Misses, func(x MissPoint) bool { return x.Place == File }) || slices.ContainsFunc(r.Decodes, func(x DecodePoint) bool { return x.Place == File }) || slices.ContainsFunc(r.Hits, func(x HitsPoint) bool { return x.Place == File })
 }
 
 // times writes a ratio; nothing where there is none.
@@ -66,13 +93,14 @@ func times(ratio float64) string {
 	return fmt.Sprintf("%.2fx", ratio)
 }
 
-// WriteCSV writes a line per point: of time to first token, then of throughput by hits, in
+// WriteCSV writes a line per point: of time to first token, misses, decodes, and throughput by hits, in
 // columns that are the keys of JSON.
 func WriteCSV(out io.Writer, r *Result) error {
 	w := csv.NewWriter(out)
 	w.Write(slices.Concat(eval.ProvenanceColumns, []string{ //nolint:errcheck // Flush keeps the error
 		"model", "dtype", "load_format", "block_tokens", "place", "prompt_tokens", "cached_tokens",
 		"ttft_s", "miss_ttft_s", "decode_step_s", "ttft_speedup", "hit_fraction", "requests", "duration_s", "request_throughput", "hits_speedup",
+		"first_miss_ttft_s", "plain_ttft_s", "miss_cost", "kv_traffic", "sequences", "step_cost", "kv_bytes_per_s",
 	}))
 	f := func(v float64) string { return strconv.FormatFloat(v, 'g', 8, 64) }
 	ratio := func(v float64) string { // absent where JSON has no such key
@@ -84,10 +112,16 @@ func WriteCSV(out io.Writer, r *Result) error {
 	write := func(p Place, prompt, cached int, values ...string) {
 		w.Write(slices.Concat(eval.Provenance(&r.Run, &r.Machine), []string{ //nolint:errcheck // as above
 			r.Model, r.DType, r.LoadFormat, strconv.Itoa(r.BlockTokens), string(p), strconv.Itoa(prompt), strconv.Itoa(cached),
-		}, values))
+		}, values, make([]string, 16-len(values))))
 	}
 	for _, x := range r.TTFT {
-		write(x.Place, x.PrefixTokens+1, x.CachedTokens, f(x.Seconds), f(x.MissSeconds), f(x.DecodeStepSeconds), ratio(x.Speedup), "", "", "", "", "")
+		write(x.Place, x.PrefixTokens+1, x.CachedTokens, f(x.Seconds), f(x.MissSeconds), f(x.DecodeStepSeconds), ratio(x.Speedup))
+	}
+	for _, x := range r.Misses {
+		write(x.Place, x.PromptTokens, 0, "", f(x.Seconds), "", "", "", "", "", "", "", f(x.FirstSeconds), f(x.PlainSeconds), f(x.Cost))
+	}
+	for _, x := range r.Decodes {
+		write(x.Place, x.ContextTokens, 0, "", "", f(x.StepSeconds), "", "", "", "", "", "", "", "", "", string(x.Traffic), strconv.Itoa(x.Sequences), f(x.Cost), f(x.BytesPerSecond))
 	}
 	for _, x := range r.Hits {
 		write(x.Place, x.PromptTokens, x.CachedTokens, "", "", "", "", f(x.HitFraction), strconv.Itoa(x.Requests), f(x.Seconds), f(x.RequestThroughput), ratio(x.Speedup))

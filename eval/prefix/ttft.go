@@ -169,7 +169,7 @@ func (m *ttft) place(ctx context.Context, p Place) (err error) {
 	info := e.Info()
 	m.r.describe(info)
 	run := func(tokens []int32) (Batch, error) {
-		b, err := e.Run(ctx, [][]int32{tokens}, m.o.NewTokens)
+		b, err := e.Run(ctx, [][]int32{tokens}, RunOptions{NewTokens: m.o.NewTokens})
 		if err == nil {
 			m.done += int64(len(tokens) - 1)
 			if m.o.Progress != nil {

@@ -33,12 +33,12 @@ func (b *Prefixes) Info() prefix.Info {
 }
 
 // Run implements prefix.Engine. Times are those of the devices' clock.
-func (b *Prefixes) Run(ctx context.Context, prompts [][]int32, newTokens int) (prefix.Batch, error) {
+func (b *Prefixes) Run(ctx context.Context, prompts [][]int32, o prefix.RunOptions) (prefix.Batch, error) {
 	requests := make([]engine.Request, len(prompts))
 	for i, p := range prompts {
 		params := engine.DefaultParams()
-		params.MaxTokens, params.IgnoreEOS = newTokens, true
-		requests[i] = engine.Request{Prompt: p, Params: params}
+		params.MaxTokens, params.IgnoreEOS = o.NewTokens, true
+		requests[i] = engine.Request{Prompt: p, Params: params, WithoutTiers: o.WithoutTiers}
 	}
 	r := prefix.Batch{First: make([]time.Duration, len(prompts)), Last: make([]time.Duration, len(prompts))}
 	e, m := b.n.Engine(), b.n.Machine()
@@ -63,7 +63,7 @@ func (b *Prefixes) Run(ctx context.Context, prompts [][]int32, newTokens int) (p
 // a store has ended when it runs a step.
 func (b *Prefixes) Settle(ctx context.Context) error {
 	for b.n.KV().Held() > 0 {
-		if _, err := b.Run(ctx, [][]int32{{0}}, 1); err != nil {
+		if _, err := b.Run(ctx, [][]int32{{0}}, prefix.RunOptions{NewTokens: 1, WithoutTiers: true}); err != nil {
 			return err
 		}
 	}

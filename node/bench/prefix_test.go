@@ -27,18 +27,18 @@ func TestPrefixes(t *testing.T) {
 			t.Errorf("%+v", i)
 		}
 		prompts := eval.GeneratePrompts(2, 100, i.Vocab, 1)
-		miss, err := e.Run(t.Context(), prompts[:1], 3)
+		miss, err := e.Run(t.Context(), prompts[:1], prefix.RunOptions{NewTokens: 3})
 		if err != nil || miss.Cached != 0 {
 			t.Fatalf("%+v, %v", miss, err)
 		}
 		if err := e.Settle(t.Context()); err != nil {
 			t.Error(err)
 		}
-		both, err := e.Run(t.Context(), prompts, 3)
+		both, err := e.Run(t.Context(), prompts, prefix.RunOptions{NewTokens: 3})
 		if err != nil {
 			t.Fatal(err)
 		}
-		hit, err := e.Run(t.Context(), prompts[:1], 3)
+		hit, err := e.Run(t.Context(), prompts[:1], prefix.RunOptions{NewTokens: 3})
 		want := 0
 		if caching {
 			want = 96 // whole blocks
