@@ -293,6 +293,7 @@ func New(o Options) (*Engine, error) {
 	}
 	if o.Offload != nil {
 		e.meanwhile = e.prefixes.meanwhile
+		o.Offload.OnLost(e.wakeUp) // also an idle engine polls
 	}
 	return e, nil
 }

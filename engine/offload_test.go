@@ -13,6 +13,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/kvcache/offload"
@@ -210,4 +211,66 @@ func runAll(t *testing.T, e *engine.Engine, rs []engine.Request) (outs []engine.
 		t.Error(err)
 	}
 	return outs
+}
+
+// TestIdleEngineAppliesLosses: when peers' memory is revoked while no request runs, the blocks that lay
+// there are gone from the tier's account at once, not with the next request.
+func TestIdleEngineAppliesLosses(t *testing.T) {
+	ok := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	m, err := emulated.New(emulated.Options{Check: true, GPUs: []emulated.GPU{{MemoryBytes: 1 << 20}, {MemoryBytes: 1 << 20}}})
+	ok(err)
+	copies, err := transfer.New(transfer.Options{Machine: m})
+	ok(err)
+	shape := kvcache.Shape{Layers: 1, KVHeads: 1, HeadDim: 2, DType: kernels.F32, BlockTokens: 4}
+	pool, err := kvcache.NewPool(kvcache.PoolOptions{Machine: m, Space: device.HBM(0), Shape: shape, Blocks: 40})
+	ok(err)
+	lender, err := harvest.New(harvest.Options{
+		Machine: m, Peers: []device.Space{device.HBM(1)}, HeadroomBytes: -1,
+		Clients: map[string]harvest.ClientOptions{offload.HarvestClient: {SlabBytes: 4096}},
+	})
+	ok(err)
+	ok(lender.Start())
+	kv := smallBlocks(t, 40)
+	tiers, err := offload.New(offload.Options{
+		Machine: m, Space: device.HBM(0), Pool: pool, Blocks: kv, Transfer: copies, Harvest: lender, Config: offload.Config{GPUBlocks: 40},
+	})
+	ok(err)
+	step := &onDevice{drawing: newDrawing(t, kv), pool: pool}
+	step.stream, err = m.NewStream(device.HBM(0), device.StreamOptions{Name: "compute"})
+	ok(err)
+	step.host, err = m.Alloc(device.Host, 4*wordBytes, "words")
+	ok(err)
+	for id := range int32(40) {
+		ok(step.write(t.Context(), id))
+	}
+	e := newEngine(t, engine.Options{Pipeline: step, KV: kv, Offload: tiers, MaxModelLen: 160, MaxNumBatchedTokens: 40, LongAfter: longAfter, Vocab: 256, Clock: m.Now})
+	ctx, cancel := context.WithCancel(t.Context())
+	ran := make(chan error, 1)
+	go func() { ran <- e.Run(ctx) }()
+	j, err := e.Submit(ctx, ask(1, 33, 1))
+	ok(err)
+	wait(t, j)
+	until := func(what string, is func(s offload.TierStats) bool) {
+		t.Helper()
+		for end := time.Now().Add(20 * time.Second); !is(tiers.Stats()[0]); runtime.Gosched() {
+			if time.Now().After(end) {
+				t.Fatalf("%s: %+v", what, tiers.Stats()[0])
+			}
+		}
+	}
+	until("not stored", func(s offload.TierStats) bool { return s.Evictable == 8 && s.StoringBytes == 0 })
+	r, err := lender.Reclaim(device.HBM(1), 1<<40, time.Minute)
+	ok(err)
+	ok(r.Wait(t.Context()))
+	until("lost and not noticed", func(s offload.TierStats) bool { return s.LostBlocks == 8 && s.Evictable == 0 })
+	cancel()
+	ok(<-ran)
+	ok(lender.Close(t.Context()))
+	ok(tiers.Close())
+	ok(errors.Join(step.stream.Close(), step.host.Free(), pool.Close(), copies.Close(), m.Close()))
 }

@@ -42,6 +42,9 @@ type Offloader interface {
 	Drop(keys []kvcache.Key)
 	// Reset drops all content.
 	Reset()
+	// OnLost sets a function that is called, on any goroutine, when content was lost that Poll is to
+	// take into account. It returns at once.
+	OnLost(f func())
 }
 
 var _ Offloader = (*offload.Tiers)(nil)

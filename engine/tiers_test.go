@@ -262,6 +262,8 @@ func (m *memoryTiers) Drop(keys []kvcache.Key) {
 	}
 }
 
+func (m *memoryTiers) OnLost(func()) {}
+
 func (m *memoryTiers) Reset() {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -83,6 +83,7 @@ func (t *endless) Load(_ int64, keys []kvcache.Key, from int, dst []int32) error
 func (*endless) Factor() int                                      { return 1 }
 func (*endless) Store([]kvcache.Key, int, []int32, offload.Cause) {}
 func (*endless) Poll() []offload.Loaded                           { return nil }
+func (*endless) OnLost(func())                                    {}
 func (*endless) Busy() bool                                       { return false }
 func (*endless) Drop([]kvcache.Key)                               {}
 func (*endless) Computed(int, float64)                            {}

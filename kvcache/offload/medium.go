@@ -135,6 +135,8 @@ type Env struct {
 	// BlockBytes is the size of a block of a tier.
 	BlockBytes int64
 	Log        *slog.Logger
+	// ContentLost is to be called when Memory.Lost has more to return, on any goroutine.
+	ContentLost func()
 }
 
 // Place is where the content of a key lies.

@@ -81,8 +81,9 @@ func (p *peerMemory) removed(i peercache.CopyInfo[kvcache.Key]) {
 		return
 	}
 	p.mu.Lock()
-	defer p.mu.Unlock()
 	p.lost = append(p.lost, i.Key)
+	p.mu.Unlock()
+	p.env.ContentLost()
 }
 
 // Drop implements Memory.

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/moeserve/moeserve/device"
@@ -89,6 +90,8 @@ type Tiers struct {
 	worker *worker
 	stores StorePolicy
 	reads  LoadPolicy
+	// onLost is OnLost's function.
+	onLost atomic.Pointer[func()]
 
 	mu     sync.Mutex
 	levels []*level // fastest first
@@ -158,7 +161,7 @@ func (t *Tiers) open() (err error) {
 	}
 	mediums, err := spec.Open(Env{
 		Machine: t.o.Machine, Space: t.o.Space, Transfer: t.o.Transfer, Harvest: t.o.Harvest,
-		BlockBytes: int64(t.factor) * t.o.Pool.Shape().BlockBytes(), Log: t.o.Log,
+		BlockBytes: int64(t.factor) * t.o.Pool.Shape().BlockBytes(), Log: t.o.Log, ContentLost: t.contentLost,
 	})
 	for _, m := range mediums {
 		account, failed := tier.New(tier.Options{Blocks: m.Blocks, Medium: m.Name, Policy: c.EvictionPolicy, DiscardEvents: !t.o.Events})
@@ -188,6 +191,16 @@ func (t *Tiers) Computed(tokens int, seconds float64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.costs.computed(tokens, seconds)
+}
+
+// OnLost sets a function that is called when a medium has lost content, which the next call of a method
+// takes into account. It is called on any goroutine, maybe with locks held, and must return at once.
+func (t *Tiers) OnLost(f func()) { t.onLost.Store(&f) }
+
+func (t *Tiers) contentLost() {
+	if f := t.onLost.Load(); f != nil {
+		(*f)()
+	}
 }
 
 // drop removes the keys that mediums have lost from their accounts. mu is held.
