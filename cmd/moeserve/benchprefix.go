@@ -55,10 +55,10 @@ each tier's engine prompts that are stored there and prompts that are not run in
 With --decodes what stores and loads add to decode steps of so many sequences of
 --input-len tokens: steps beside each kind of copies and without run in turn.
 
-A prompt has one token more than its prefix, which is always computed. Prefixes that
-do not fit the model's context are excluded. Places whose tier cannot be opened are
-skipped, and named. How many tokens were found stands beside each time: an engine may
-find it faster to compute a prefix again.
+A prompt has one token more than its prefix, which is always computed. Default lengths
+that do not fit the model's context, or the memory of the machine, are excluded. Places
+whose tier cannot be opened are skipped, and named. How many tokens were found stands
+beside each time: an engine may find it faster to compute a prefix again.
 
 Ctrl-C ends the measurement with the points that are done.`,
 		Example: `  moeserve bench prefix mixtral-8x7b --load-format dummy --lengths 1024,32000 \
@@ -265,6 +265,9 @@ func (o *prefixOptions) kind(b *prefixes, places []prefix.Place, limit int) (kin
 	}
 	m, err := o.ttft(limit)
 	m.Open, m.Places, m.Seed = b.open, places, seed
+	if len(o.lengths) == 0 { // those that the machine has room for
+		m.Shorten = func(err error) bool { return errors.Is(err, fault.ErrConfig) }
+	}
 	return kindOfPrefix{"prompts", "tokens", func(ctx context.Context, r *prefix.Result, progress func(done, total int64)) error {
 		m.Progress = progress
 		return prefix.TTFT(ctx, m, r, b.skip)

@@ -261,6 +261,35 @@ func TestFailures(t *testing.T) {
 	}
 }
 
+// Lengths that an engine has no room for are left out where that is wished, the longest first.
+func TestShorten(t *testing.T) {
+	small := errors.New("too small")
+	open := func(ctx context.Context, p prefix.Place, tokens, length int) (prefix.Engine, error) {
+		if length > 200 || p == prefix.Peer {
+			return nil, small
+		}
+		return (&opener{}).open(ctx, p, tokens, length)
+	}
+	for _, shortens := range []bool{true, false} {
+		o := prefix.TTFTOptions{Open: open, Lengths: []int{50, 1000, 100, 300}, Places: []prefix.Place{prefix.HBM, prefix.Peer}}
+		if shortens {
+			o.Shorten = func(err error) bool { return errors.Is(err, small) }
+		}
+		var done, total int64
+		o.Progress = func(d, all int64) { done, total = d, all }
+		r, skipped := &prefix.Result{}, 0
+		if err := prefix.TTFT(t.Context(), o, r, func(prefix.Place, error) bool { skipped++; return true }); err != nil {
+			t.Error(err)
+		}
+		switch {
+		case shortens && (len(r.TTFT) != 2 || r.TTFT[0].PrefixTokens != 50 || r.TTFT[1].PrefixTokens != 100 || skipped != 1 || done == 0 || done > total):
+			t.Errorf("%+v, %d skipped, %d of %d", r.TTFT, skipped, done, total)
+		case !shortens && (len(r.TTFT) > 0 || skipped != 2):
+			t.Errorf("%+v, %d skipped", r.TTFT, skipped)
+		}
+	}
+}
+
 func TestParsePlaces(t *testing.T) {
 	if got, err := prefix.ParsePlaces("host, hbm"); err != nil || !slices.Equal(got, []prefix.Place{prefix.Host, prefix.HBM}) {
 		t.Errorf("%v, %v", got, err)

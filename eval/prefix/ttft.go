@@ -18,6 +18,9 @@ type TTFTOptions struct {
 	// Lengths of prefixes, in tokens; a prompt has one token more, which is always computed.
 	// Default: DefaultLengths.
 	Lengths []int
+	// Shorten, if set, reports whether shorter prefixes may help where an engine cannot be opened:
+	// the longest is then left out in that place.
+	Shorten func(error) bool
 	// Repetitions of a request whose prompt is found. Default: 5.
 	Repetitions int
 	// NewTokens of each request; those after the first are for the time of a decode step.
@@ -154,14 +157,30 @@ func (m *ttft) tokens(p Place) int64 {
 	return sum
 }
 
+// open opens the engine of a place, and returns the lengths that it has room for.
+func (m *ttft) open(ctx context.Context, p Place) (Engine, []int, error) {
+	lengths := slices.Clone(m.o.Lengths)
+	for {
+		longest := slices.Max(lengths)
+		kept := slices.Min(lengths) // of the warm-up
+		for _, n := range lengths {
+			kept += n
+		}
+		e, err := m.o.Open(ctx, p, kept, longest+1+m.o.NewTokens)
+		if err == nil || len(lengths) == 1 || m.o.Shorten == nil || !m.o.Shorten(err) {
+			return e, lengths, err
+		}
+		lengths = slices.DeleteFunc(lengths, func(n int) bool { return n == longest })
+		m.total -= int64(1+m.hits(p)) * int64(longest)
+		if len(lengths) == 0 {
+			return nil, nil, err
+		}
+	}
+}
+
 // place measures all lengths in a place.
 func (m *ttft) place(ctx context.Context, p Place) (err error) {
-	longest := slices.Max(m.o.Lengths)
-	kept := slices.Min(m.o.Lengths) // of the warm-up
-	for _, n := range m.o.Lengths {
-		kept += n
-	}
-	e, err := m.o.Open(ctx, p, kept, longest+1+m.o.NewTokens)
+	e, lengths, err := m.open(ctx, p)
 	if err != nil {
 		return &openError{err}
 	}
@@ -182,7 +201,7 @@ func (m *ttft) place(ctx context.Context, p Place) (err error) {
 	if _, err := run(prompt(slices.Min(m.o.Lengths)+1, info.Vocab, m.o.Seed)); err != nil {
 		return err
 	}
-	for _, n := range m.o.Lengths {
+	for _, n := range lengths {
 		tokens := prompt(n+1, info.Vocab, m.o.Seed+uint64(n)+1)
 		miss, err := run(tokens)
 		if err != nil {
