@@ -38,8 +38,14 @@
 //
 // A request may have many Pieces, scattered in both memories, with one ticket and one
 // Done. Small pieces share a chunk, and with it an event: a thousand blocks are 16 chunks. The
-// pieces of a chunk are one operation of the device where its streams have batched copies
-// (device.BatchCopier): the device copies them in any order, so none may depend on another.
+// pieces of a chunk, if they are small (Options.BatchBelow), are one operation of the device
+// where its streams have batched copies (device.BatchCopier): it copies them in any order, so
+// none may depend on another.
+//
+// A copy kernel is faster than the copy engines where pieces are smaller still, and takes
+// multiprocessors from other work. With Options.Kernel it copies KV blocks and migrations of
+// less than the calibrated size, on a stream of its own; fetches of experts, which steps wait
+// for, never use it: that was not measured to pay.
 //
 // # Failure
 //

@@ -33,6 +33,12 @@ type Options struct {
 	// has enqueued another, or the link idles. It is shortened to Depth - 1 chunks. Default:
 	// 80 us; half a chunk where the topology has no rate.
 	Window time.Duration
+	// BatchBelow is the mean size of the pieces of a chunk below which they are copied as one
+	// batch. Larger ones are copied one by one, as the planner predicts of experts. Default:
+	// 8 MiB.
+	BatchBelow int64
+	// Kernel copies small pieces, where it is faster than the copy engines. Default: none.
+	Kernel *Kernel
 	// Timed: copies have Times, which costs the device timed events around each chunk.
 	Timed bool
 	// Trace records what copies are for. Default: none.
@@ -42,10 +48,11 @@ type Options struct {
 }
 
 const (
-	minChunkBytes    = 8 << 20
-	defaultChunkTime = 160 * time.Microsecond
-	defaultDepth     = 2
-	defaultWindow    = 80 * time.Microsecond
+	minChunkBytes     = 8 << 20
+	defaultBatchBelow = 8 << 20
+	defaultChunkTime  = 160 * time.Microsecond
+	defaultDepth      = 2
+	defaultWindow     = 80 * time.Microsecond
 )
 
 // EnsureDefaults returns o with its defaults set, except ChunkBytes, whose default
@@ -56,6 +63,9 @@ func (o Options) EnsureDefaults() Options {
 	}
 	if o.Window == 0 {
 		o.Window = defaultWindow
+	}
+	if o.BatchBelow == 0 {
+		o.BatchBelow = defaultBatchBelow
 	}
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
@@ -74,6 +84,10 @@ func (o Options) Validate() error {
 		return fmt.Errorf("transfer: invalid depth %d: must be at least 1", o.Depth)
 	case o.Window < 0:
 		return fmt.Errorf("transfer: invalid window %v: must be positive", o.Window)
+	case o.BatchBelow < 0:
+		return fmt.Errorf("transfer: invalid batches of pieces below %d bytes: must be at least 1", o.BatchBelow)
+	case o.Kernel != nil:
+		return o.Kernel.validate()
 	}
 	return nil
 }
@@ -204,6 +218,8 @@ func (e *Engine) ticket(r *Request) (*Ticket, error) {
 		p := r.piece(i)
 		t.req.Add(dispatch.Piece{Dst: p.Dst.Range, Src: p.Src.Range, Separate: p.Separate})
 	}
+	l := e.findLink(pair)
+	t.unit, t.req.ChunkPieces = l.kernel.takes(r.Priority, &t.req, l.chunkBytes)
 	t.label, t.done = r.Label, r.Done
 	t.traced, t.priority = e.o.Trace.Request(r.Done), r.Priority
 	t.end = device.Point{Fence: fence.Fence, Value: fence.Value + 1}
@@ -236,7 +252,7 @@ func (e *Engine) link(pair device.Pair) (*link, error) {
 		return nil, err
 	}
 	d := e.o.dispatched(pair, path.BytesPerSecond)
-	l, err := newLink(e, pair, d.Slots())
+	l, err := newLink(e, pair, d)
 	if err != nil {
 		return nil, err
 	}

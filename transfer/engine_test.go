@@ -1090,6 +1090,22 @@ func TestScattered(t *testing.T) {
 	})
 }
 
+// TestBatchBelow: large pieces are copied one by one.
+func TestBatchBelow(t *testing.T) {
+	for below, want := range map[int64]int64{32: 10, 33: 1, 0: 1} {
+		var copies atomic.Int64
+		r := newRig(t, emulated.Options{Virtual: true, Trace: func(tr emulated.Trace) {
+			if strings.HasPrefix(tr.Stream, "copy") && tr.Op == "copy" {
+				copies.Add(1)
+			}
+		}}, transfer.Options{BatchBelow: below})
+		r.wait(r.submit(r.scattered(r.alloc(device.HBM(0), 320), r.filled(320, 1), 10, 32, 1)))
+		if copies.Load() != want {
+			t.Errorf("batches of pieces below %d bytes: %d copies of 10 pieces of 32 bytes, want %d", below, copies.Load(), want)
+		}
+	}
+}
+
 // TestScatteredFails: whichever piece fails, once all land, twice none counts.
 func TestScatteredFails(t *testing.T) {
 	machines(t, func(t *testing.T, o emulated.Options) {

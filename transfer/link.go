@@ -11,20 +11,24 @@ import (
 	"github.com/moeserve/moeserve/transfer/dispatch"
 )
 
-// link makes the copies from one memory to another: each chunk is enqueued on the stream,
+// link makes the copies from one memory to another: each chunk is enqueued on a stream,
 // followed by an event. The engine's lock guards it.
 type link struct {
 	engine *Engine
 	pair   device.Pair
 	// number of the link in the core.
-	number int
-	stream device.Stream
+	number     int
+	chunkBytes int64
+	stream     device.Stream
 	// batches is the stream, where it copies many pieces by one operation; nil otherwise.
 	batches device.BatchCopier
 	// dst and src are the pieces of the chunk that is being launched, add appends one.
 	dst, src []device.Range
 	add      func(dst, src device.Range) error
 	slots    []slot
+	// kernel launches kernels in place of copies, on a stream of its own; nil: none. All chunks
+	// of a request are on one stream, so those that have landed are its first.
+	kernel *kernelLane
 	// recovery clears the error of the stream.
 	recovery device.Work
 
@@ -44,8 +48,8 @@ type slot struct {
 	onEnd        device.Work
 }
 
-func newLink(e *Engine, pair device.Pair, slots int) (l *link, err error) {
-	l = &link{engine: e, pair: pair, stats: PathStats{From: pair.From, To: pair.To}}
+func newLink(e *Engine, pair device.Pair, d dispatch.Link) (l *link, err error) {
+	l = &link{engine: e, pair: pair, chunkBytes: d.ChunkBytes, stats: PathStats{From: pair.From, To: pair.To}}
 	defer func() {
 		if err != nil {
 			_ = l.release() // the first error is the one that matters
@@ -67,7 +71,12 @@ func newLink(e *Engine, pair device.Pair, slots int) (l *link, err error) {
 		l.dst, l.src = append(l.dst, dst), append(l.src, src)
 		return nil
 	}
-	for i := range slots {
+	if k := e.o.Kernel; k != nil && k.Paths[pair].Below > 0 {
+		if l.kernel, err = newKernelLane(e, pair, d.Slots()); err != nil {
+			return l, err
+		}
+	}
+	for i := range d.Slots() {
 		s := slot{}
 		if s.event, s.start, err = l.events(); err != nil {
 			return l, err
@@ -95,31 +104,17 @@ func (l *link) events() (end, start device.Event, err error) {
 	return end, start, err
 }
 
-// launch enqueues a chunk and its event on the stream.
+// launch enqueues a chunk and its event.
 func (l *link) launch(i int, c dispatch.Chunk) {
 	e := l.engine
 	if !l.busy {
 		l.busy, l.since = true, e.o.Machine.Now()
 	}
-	if t := c.Request.Owner.(*Ticket); t.traced != nil {
-		trace.Annotate(l.stream, t.note(c.Last()))
-	}
-	s := &l.slots[i]
-	s.chunk = c
-	var err error
-	if s.start != nil && c.First() {
-		c.Request.Owner.(*Ticket).timing.times.Enqueued = e.o.Machine.Now()
-		err = l.stream.Record(s.start)
-	}
-	if err == nil {
-		err = l.copy(c)
-	}
-	if err == nil {
-		err = l.stream.Record(s.event)
-	}
+	l.slots[i].chunk = c
+	err := l.enqueue(i)
 	passed := false
 	if err == nil {
-		passed, err = e.watcher.WatchEvent(s.event, s.onEnd)
+		passed, err = e.watcher.WatchEvent(l.slots[i].event, l.slots[i].onEnd)
 	}
 	switch {
 	case err != nil:
@@ -127,6 +122,29 @@ func (l *link) launch(i int, c dispatch.Chunk) {
 	case passed:
 		l.landed(i)
 	}
+}
+
+// enqueue enqueues the chunk of a slot and its event on one of the link's streams.
+func (l *link) enqueue(i int) error {
+	s := &l.slots[i]
+	t := s.chunk.Request.Owner.(*Ticket)
+	on := l.stream
+	if t.unit > 0 {
+		on = l.kernel.stream
+	}
+	if t.traced != nil {
+		trace.Annotate(on, t.note(s.chunk.Last()))
+	}
+	if s.start != nil && s.chunk.First() {
+		t.timing.times.Enqueued = l.engine.o.Machine.Now()
+		if err := on.Record(s.start); err != nil {
+			return err
+		}
+	}
+	if err := l.copy(i, t.unit); err != nil {
+		return err
+	}
+	return on.Record(s.event)
 }
 
 // landed reports the chunk of a slot as landed.
@@ -137,12 +155,17 @@ func (l *link) landed(i int) {
 	l.engine.core.Landed(l.number, i)
 }
 
-// copy enqueues the copies of a chunk: as one batch, where the stream can. They do not depend on
-// each other, see Request.Pieces.
-func (l *link) copy(c dispatch.Chunk) error {
+// copy enqueues the copies of a slot's chunk: by a kernel, in blocks of unit bytes, if that is
+// set, otherwise as one batch, if they are small and the stream can. They do not depend on each other, see
+// Request.Pieces.
+func (l *link) copy(i int, unit int64) error {
 	l.dst, l.src = l.dst[:0], l.src[:0]
-	_ = c.Each(l.add) // which does not fail
-	if l.batches != nil && len(l.dst) > 1 {
+	_ = l.slots[i].chunk.Each(l.add) // which does not fail
+	if unit > 0 {
+		return l.kernel.copy(i, l.dst, l.src, unit)
+	}
+	n := int64(len(l.dst))
+	if l.batches != nil && n > 1 && l.slots[i].chunk.Bytes < l.engine.o.BatchBelow*n {
 		err := l.batches.CopyBatch(l.dst, l.src)
 		if !errors.Is(err, device.ErrNoBatches) {
 			return err
@@ -179,6 +202,9 @@ func (l *link) startRecovery() {
 
 func (l *link) recovered() {
 	err := l.stream.Recover(context.Background())
+	if l.kernel != nil {
+		err = errors.Join(err, l.kernel.stream.Recover(context.Background()))
+	}
 	e := l.engine
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -202,9 +228,9 @@ func (l *link) snapshot() PathStats {
 	return s
 }
 
-// release closes the stream and events that exist.
+// release closes the streams and events that exist.
 func (l *link) release() error {
-	var errs []error
+	errs := []error{l.kernel.release()}
 	if l.stream != nil {
 		errs = append(errs, l.stream.Close())
 	}

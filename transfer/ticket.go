@@ -24,6 +24,8 @@ type Ticket struct {
 	traced   *trace.Copy
 	priority Priority
 	timing   timing
+	// unit is the size of the blocks in which a kernel copies the pieces; 0: none does.
+	unit int64
 }
 
 // RaisePriority raises the request's priority to p, if p is higher: a prefetch is needed

@@ -350,8 +350,8 @@ func (c *Core) launch(number, i int) {
 	c.emit(Action{Kind: Launch, Link: number, Slot: i, Chunk: s.chunk})
 }
 
-// Landed reports that the chunk of a slot has arrived. Chunks of a link arrive, and are
-// counted, in the order of their launches, whatever the order of the reports.
+// Landed reports that the chunk of a slot has arrived. Chunks of a link are counted in the order
+// of their launches, whatever the order of the reports; those of a request arrive in this order.
 func (c *Core) Landed(number, i int) {
 	l := c.links[number]
 	l.inFlightSlot(i).state = landed

@@ -1,6 +1,10 @@
 package dispatch
 
-import "github.com/moeserve/moeserve/device"
+import (
+	"cmp"
+
+	"github.com/moeserve/moeserve/device"
+)
 
 // Classes is the number of priority classes, from 0 up.
 const Classes = 8
@@ -25,6 +29,8 @@ type Request struct {
 	// reached, whatever their order and size. So a small one does not wait for a large one, nor
 	// a large one for a steady stream of small ones.
 	TakesTurns bool
+	// ChunkPieces is the maximum number of contiguous parts of a chunk. 0: 64.
+	ChunkPieces int
 	// Done is the fence value that the caller signals when the request has finished: a
 	// request that waits for it, of a higher class, gives this one its class.
 	Done device.Point
@@ -115,9 +121,9 @@ func (c Chunk) Each(copy func(dst, src device.Range) error) error {
 	return nil
 }
 
-// maxCopies is the maximum number of contiguous parts of a chunk: enqueuing one takes
-// some microseconds, during which nothing can overtake.
-const maxCopies = 64
+// defaultChunkPieces is the maximum number of contiguous parts of a chunk: enqueuing one takes
+// some microseconds, during which nothing can overtake, and in a batch the device some more.
+const defaultChunkPieces = 64
 
 // cutChunk takes the next chunk of at most chunkBytes from the request. Requests are
 // divided into as few chunks of equal size as possible: a small last chunk would end
@@ -126,7 +132,7 @@ const maxCopies = 64
 func (r *Request) cutChunk(chunkBytes int64) Chunk {
 	c := Chunk{Request: r, Piece: r.piece, Offset: r.offset}
 	room := chunkSize(r.bytes-r.launched, chunkBytes)
-	for copies := 0; copies < maxCopies && r.piece < len(r.Pieces) && room > 0; copies++ {
+	for copies := cmp.Or(r.ChunkPieces, defaultChunkPieces); copies > 0 && r.piece < len(r.Pieces) && room > 0; copies-- {
 		left := r.Pieces[r.piece].Src.Bytes - r.offset
 		n := left
 		switch {

@@ -1,0 +1,187 @@
+package transfer
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/transfer/dispatch"
+)
+
+// BlockCopier enqueues kernels that copy blocks.
+type BlockCopier interface {
+	// CopyBlocks enqueues one launch on a stream of Kernel.Space. b may be changed once it has
+	// returned.
+	CopyBlocks(s device.Stream, b *Blocks) error
+}
+
+// Blocks are what one launch copies: block i from the i-th address of the table at Src to that
+// of the table at Dst. The tables have N addresses of 8 bytes, in the GPU's memory. No block
+// that is written overlaps any other one.
+type Blocks struct {
+	Src, Dst device.Addr
+	N        int
+	// Bytes of a block, a multiple of 16, as are the addresses.
+	Bytes int64
+	// ThreadBlocks is the maximum number of thread blocks.
+	ThreadBlocks int
+}
+
+// Kernel says which copies a kernel makes in place of the copy engines: it is faster where
+// pieces are small, and takes multiprocessors from other work. So only requests of many pieces
+// that have the priority Rebalance, KVStore or KVLoad when they are submitted use it.
+type Kernel struct {
+	Copier BlockCopier
+	// Space is the GPU whose streams launch it.
+	Space device.Space
+	// Paths that have one, from or to Space, over which that GPU can read and write.
+	Paths map[device.Pair]KernelPath
+}
+
+// KernelPath says where the kernel copies on a path.
+type KernelPath struct {
+	// Below this mean size of a request's pieces, in bytes, the kernel copies them; 0: never.
+	Below int64
+	// ThreadBlocks is the maximum number of thread blocks of a launch, and so of the
+	// multiprocessors that it takes. 0: one per multiprocessor.
+	ThreadBlocks int
+}
+
+const (
+	// kernelWord is what a kernel copies at once: blocks and addresses are multiples.
+	kernelWord = 16
+	// maxKernelBlocks is the maximum number of blocks of a launch.
+	maxKernelBlocks = 512
+	tableBytes      = 2 * 8 * maxKernelBlocks
+	// minKernelPieces is the minimum number of pieces of a chunk that is worth a launch.
+	minKernelPieces = 16
+)
+
+func (k *Kernel) validate() error {
+	if k.Copier == nil {
+		return errors.New("transfer: Kernel.Copier is not set")
+	}
+	for pair, p := range k.Paths {
+		switch {
+		case pair.From == pair.To || pair.From != k.Space && pair.To != k.Space:
+			return fmt.Errorf("transfer: a kernel on %s for copies from %s to %s", k.Space, pair.From, pair.To)
+		case p.Below < 0 || p.ThreadBlocks < 0:
+			return fmt.Errorf("transfer: a kernel below %d bytes on %d thread blocks: must be at least 0", p.Below, p.ThreadBlocks)
+		}
+	}
+	return nil
+}
+
+// kernelLane is what a link launches kernels with.
+type kernelLane struct {
+	path   KernelPath
+	copier BlockCopier
+	stream device.Stream
+	// host and gpu have a table of addresses for each slot: written by the host, copied to the
+	// GPU on the stream. uploaded has passed when the host may write a slot's again.
+	host, gpu device.Memory
+	uploaded  []device.Event
+	recorded  []bool
+}
+
+func newKernelLane(e *Engine, pair device.Pair, slots int) (k *kernelLane, err error) {
+	k = &kernelLane{path: e.o.Kernel.Paths[pair], copier: e.o.Kernel.Copier, recorded: make([]bool, slots)}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, k.release())
+			k = nil
+		}
+	}()
+	if k.stream, err = e.o.Machine.NewStream(e.o.Kernel.Space, device.StreamOptions{Name: fmt.Sprintf("copy kernel %s to %s", pair.From, pair.To)}); err != nil {
+		return k, err
+	}
+	for range slots {
+		ev, err := e.o.Machine.NewUntimedEvent()
+		if err != nil {
+			return k, err
+		}
+		k.uploaded = append(k.uploaded, ev)
+	}
+	bytes := int64(slots) * tableBytes
+	if k.host, err = e.o.Machine.Alloc(device.Host, bytes, "addresses of copied blocks"); err != nil {
+		return k, err
+	}
+	k.gpu, err = e.o.Machine.Alloc(e.o.Kernel.Space, bytes, "addresses of copied blocks")
+	return k, err
+}
+
+// takes returns the size of the blocks in which the kernel copies the pieces of a request, their
+// greatest common divisor, and the number of pieces of a chunk; 0 if it does not copy them.
+func (k *kernelLane) takes(p Priority, r *dispatch.Request, chunkBytes int64) (unit int64, pieces int) {
+	n := int64(len(r.Pieces))
+	if k == nil || p > KVLoad || n < 2 || r.Bytes() >= k.path.Below*n {
+		return 0, 0
+	}
+	var largest int64
+	for i := range r.Pieces {
+		dst, src := r.Pieces[i].Dst, r.Pieces[i].Src
+		if (uint64(dst.Addr)|uint64(src.Addr)|uint64(dst.Bytes))%kernelWord != 0 {
+			return 0, 0
+		}
+		largest = max(largest, dst.Bytes)
+		for rest := dst.Bytes; rest > 0; {
+			unit, rest = rest, unit%rest
+		}
+	}
+	if pieces = int(maxKernelBlocks * unit / largest); pieces < minKernelPieces || largest > chunkBytes {
+		return 0, 0
+	}
+	return unit, pieces
+}
+
+// copy enqueues one launch for all pieces, which consist of blocks of unit bytes.
+func (k *kernelLane) copy(slot int, dst, src []device.Range, unit int64) error {
+	if k.recorded[slot] {
+		// It has passed, with or without an error. This orders the host's write after it.
+		_, _ = k.uploaded[slot].Query()
+	}
+	var n int64
+	for _, r := range dst {
+		n += r.Bytes / unit
+	}
+	at, half := int64(slot)*tableBytes, 8*n
+	table := k.host.Write(at, 2*half)
+	for i, r := range dst {
+		for off := int64(0); off < r.Bytes; off += unit {
+			binary.NativeEndian.PutUint64(table, uint64(src[i].Addr)+uint64(off))
+			binary.NativeEndian.PutUint64(table[half:], uint64(r.Addr)+uint64(off))
+			table = table[8:]
+		}
+	}
+	if err := k.stream.Copy(k.gpu.Range(at, 2*half), k.host.Range(at, 2*half)); err != nil {
+		return err
+	}
+	if err := k.stream.Record(k.uploaded[slot]); err != nil {
+		return err
+	}
+	k.recorded[slot] = true
+	return k.copier.CopyBlocks(k.stream, &Blocks{
+		Src: k.gpu.Range(at, half).Addr, Dst: k.gpu.Range(at+half, half).Addr, N: int(n), Bytes: unit, ThreadBlocks: k.path.ThreadBlocks,
+	})
+}
+
+// release closes what exists.
+func (k *kernelLane) release() error {
+	if k == nil {
+		return nil
+	}
+	var errs []error
+	if k.stream != nil {
+		errs = append(errs, k.stream.Close())
+	}
+	for _, ev := range k.uploaded {
+		errs = append(errs, ev.Close())
+	}
+	for _, m := range []device.Memory{k.host, k.gpu} {
+		if m != nil {
+			errs = append(errs, m.Free())
+		}
+	}
+	return errors.Join(errs...)
+}
