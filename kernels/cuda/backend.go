@@ -124,7 +124,8 @@ func (b *Backend) Close() error {
 // Enqueue implements kernels.Backend. s is a stream of the backend's GPU, which the backend
 // uses exclusively from its first operation on s until Close.
 func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
-	l, err := b.streamState(s)
+	_, copies := op.(*kernels.CopyBlocks)
+	l, err := b.streamState(s, !copies)
 	if err != nil {
 		return fmt.Errorf("cuda: %s: %w", op.Name(), err)
 	}

@@ -725,6 +725,41 @@ func TestStreamOfOneBackend(t *testing.T) {
 	}
 }
 
+// TestStreamsThatCopy: streams on which only blocks are copied need no workspace, and get one with
+// the first operation that does, as long as there are any.
+func TestStreamsThatCopy(t *testing.T) {
+	m, err := emulated.Open(emulated.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	b, err := newBackend(m, device.HBM(0), Options{Streams: 1, WorkspaceBytes: 256}, &listRunner{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var streams [3]device.Stream
+	for i := range streams {
+		if streams[i], err = m.NewStream(device.HBM(0), device.StreamOptions{}); err != nil {
+			t.Fatal(err)
+		}
+		for range 2 {
+			if err := b.Enqueue(streams[i], &kernels.CopyBlocks{Src: tensor(kernels.U64, 3), Dst: at(1, tensor(kernels.U64, 3)), BlockBytes: 16}); err != nil {
+				t.Errorf("a copy on stream %d: %v", i, err)
+			}
+		}
+	}
+	op := &kernels.Norm{X: at(1, tensor(kernels.BF16, 3, 64)), Weight: at(2, tensor(kernels.BF16, 64)), Out: at(3, tensor(kernels.BF16, 3, 64))}
+	if err := b.Enqueue(streams[1], op); err != nil {
+		t.Error(err)
+	}
+	if err := b.Enqueue(streams[2], op); err == nil || !strings.Contains(err.Error(), "exceeds Options.Streams") {
+		t.Errorf("a second workspace: %v", err)
+	}
+	if err := b.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestStreamTakenOnce has backends take streams at the same time: each goes to one.
 func TestStreamTakenOnce(t *testing.T) {
 	m, err := emulated.Open(emulated.Options{})
@@ -749,7 +784,7 @@ func TestStreamTakenOnce(t *testing.T) {
 		defer b.Close()
 		group.Go(func() {
 			for i, s := range all {
-				if _, err := b.streamState(s); err == nil {
+				if _, err := b.streamState(s, true); err == nil {
 					took[i].Add(1)
 				}
 			}

@@ -61,7 +61,7 @@ func BenchmarkDense(b *testing.B) {
 			}
 			run("library", func(o *kernels.MatMul) error { return library.Enqueue(s, o) })
 			giveUp(library, s)
-			l, err := own.streamState(s)
+			l, err := own.streamState(s, true)
 			if err != nil {
 				b.Fatal(err)
 			}
@@ -89,7 +89,7 @@ func testDenseTiles(t *testing.T, m device.Machine, b *Backend, s device.Stream)
 	const rows, inner, columns = 70, 712, 200 // more steps than there are stages, and odd ends
 	x := &bench{TB: t, m: m, b: b, s: s, random: rand.New(rand.NewPCG(1, 2)), exponent: 9}
 	defer x.free()
-	l, err := b.streamState(s)
+	l, err := b.streamState(s, true)
 	if err != nil {
 		t.Fatal(err)
 	}

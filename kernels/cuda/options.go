@@ -14,8 +14,8 @@ type Options struct {
 	// BatchInvariant disables cuBLASLt, so that no token's result depends on the other tokens
 	// of the batch. Default: off.
 	BatchInvariant bool
-	// Streams is the maximum number of streams that use the backend; each has a workspace.
-	// Default: 1.
+	// Streams is the maximum number of streams that use the backend, except those on which only
+	// blocks are copied; each has a workspace. Default: 1.
 	Streams int
 	// WorkspaceBytes is the size of one stream's workspace: for cuBLASLt, for split attention
 	// over long sequences, for sampling from large vocabularies. A smaller one only costs

@@ -29,37 +29,43 @@ type streamState struct {
 // streamOwners has the streams that are in use by any backend of the process.
 var streamOwners sync.Map
 
-// streamState returns the state of a stream, which is created at its first operation.
-func (b *Backend) streamState(s device.Stream) (*streamState, error) {
+// streamState returns the state of a stream, which is created at its first operation. It has a
+// workspace from the first operation on that needs one, which not all do.
+func (b *Backend) streamState(s device.Stream, workspace bool) (*streamState, error) {
 	b.mu.RLock()
 	l, closed := b.states[s], b.closed
 	b.mu.RUnlock()
 	switch {
 	case closed:
 		return nil, device.ErrClosed
-	case l != nil:
+	case l != nil && (l.work.Bytes > 0 || !workspace):
 		return l, nil
 	}
-	return b.newStreamState(s)
+	return b.newStreamState(s, l, workspace)
 }
 
-// newStreamState makes b the owner of a stream without owner, and assigns it a workspace.
-func (b *Backend) newStreamState(s device.Stream) (*streamState, error) {
+// newStreamState makes b the owner of a stream without owner, if l is nil, and assigns it a
+// workspace.
+func (b *Backend) newStreamState(s device.Stream, l *streamState, workspace bool) (*streamState, error) {
 	if s.Space() != b.work.Space() {
 		return nil, fmt.Errorf("stream %q belongs to %v, but the backend to %v", s.Name(), s.Space(), b.work.Space())
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	n := len(b.free)
-	if n == 0 {
+	if n == 0 && workspace {
 		return nil, fmt.Errorf("stream %q exceeds Options.Streams (%d)", s.Name(), b.o.Streams)
 	}
-	if _, other := streamOwners.LoadOrStore(s, true); other {
-		return nil, fmt.Errorf("stream %q is in use by another backend until that is closed: use one stream per backend", s.Name())
+	if l == nil {
+		if _, other := streamOwners.LoadOrStore(s, true); other {
+			return nil, fmt.Errorf("stream %q is in use by another backend until that is closed: use one stream per backend", s.Name())
+		}
+		l = &streamState{b: b, stream: s}
+		b.states[s] = l
 	}
-	l := &streamState{b: b, stream: s, work: b.free[n-1]}
-	b.free = b.free[:n-1]
-	b.states[s] = l
+	if workspace {
+		l.work, b.free = b.free[n-1], b.free[:n-1]
+	}
 	return l, nil
 }
 
@@ -68,7 +74,9 @@ func (l *streamState) release() {
 	l.b.mu.Lock()
 	defer l.b.mu.Unlock()
 	delete(l.b.states, l.stream)
-	l.b.free = append(l.b.free, l.work)
+	if l.work.Bytes > 0 {
+		l.b.free = append(l.b.free, l.work)
+	}
 	streamOwners.Delete(l.stream)
 }
 
