@@ -536,7 +536,11 @@ func Calibrate(r *TransferResult, c Calibration) (planner.Hardware, error) {
 		h.Sources["peer_to_gpu_bytes_per_s"], h.Sources["peer_copy_latency_s"] = measured, started
 	} else {
 		h.PeerMemory, h.PeerToGPU, h.PeerCopyLatency, h.PeerLoadKernelBelow, h.PeerStoreKernelBelow = 0, 0, 0, 0, 0
-		for _, key := range []string{"peer_memory_bytes", "peer_to_gpu_bytes_per_s", "peer_copy_latency_s", "peer_load_kernel_below_bytes", "peer_store_kernel_below_bytes"} {
+		h.PeerLoadKernelBlocks, h.PeerStoreKernelBlocks = 0, 0
+		for _, key := range []string{
+			"peer_memory_bytes", "peer_to_gpu_bytes_per_s", "peer_copy_latency_s", "peer_load_kernel_below_bytes", "peer_store_kernel_below_bytes",
+			"peer_load_kernel_thread_blocks", "peer_store_kernel_thread_blocks",
+		} {
 			h.Sources[key] = "none: bench transfer had no peer"
 		}
 	}

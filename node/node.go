@@ -228,7 +228,11 @@ func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Du
 	if err != nil {
 		return 0, err
 	}
-	if n.transfer, err = transfer.New(transfer.Options{Machine: n.machine, Trace: d.Trace()}); err != nil {
+	kernel, err := u.copyKernel()
+	if err != nil {
+		return 0, fault.Of(fault.ErrConfig, err)
+	}
+	if n.transfer, err = transfer.New(transfer.Options{Machine: n.machine, Trace: d.Trace(), Kernel: kernel}); err != nil {
 		return 0, fault.Of(fault.ErrDevice, err)
 	}
 	n.started(n.transfer.Close)

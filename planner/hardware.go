@@ -54,13 +54,19 @@ type Hardware struct {
 	// PeerToGPU is the rate of copies from all peers together, in bytes/s.
 	PeerToGPU float64 `json:"peer_to_gpu_bytes_per_s"`
 
-	// HostLoadKernelBelow and the others are sizes of a block in bytes: below, a kernel copies
-	// many scattered blocks faster than the copy engines do; 0: it never does. Loads are copies
-	// to the GPU that computes, stores copies from it.
+	// HostLoadKernelBelow and the others are sizes of a block in bytes: below, a kernel on
+	// HostLoadKernelBlocks thread blocks (0: one per multiprocessor) copies many scattered blocks
+	// faster than the copy engines do; 0: it never does. Loads are copies to the GPU that
+	// computes, stores copies from it. The transfer engine has the kernel copy KV blocks.
 	HostLoadKernelBelow  int64 `json:"host_load_kernel_below_bytes,omitempty"`
 	HostStoreKernelBelow int64 `json:"host_store_kernel_below_bytes,omitempty"`
 	PeerLoadKernelBelow  int64 `json:"peer_load_kernel_below_bytes,omitempty"`
 	PeerStoreKernelBelow int64 `json:"peer_store_kernel_below_bytes,omitempty"`
+
+	HostLoadKernelBlocks  int `json:"host_load_kernel_thread_blocks,omitempty"`
+	HostStoreKernelBlocks int `json:"host_store_kernel_thread_blocks,omitempty"`
+	PeerLoadKernelBlocks  int `json:"peer_load_kernel_thread_blocks,omitempty"`
+	PeerStoreKernelBlocks int `json:"peer_store_kernel_thread_blocks,omitempty"`
 
 	// Sources has, by a field's key, where its number is from.
 	Sources map[string]string `json:"sources,omitempty"`
@@ -92,6 +98,10 @@ var hardwareFields = []struct {
 	{"host_store_kernel_below_bytes", "bytes", true, func(h *Hardware) float64 { return float64(h.HostStoreKernelBelow) }},
 	{"peer_load_kernel_below_bytes", "bytes", true, func(h *Hardware) float64 { return float64(h.PeerLoadKernelBelow) }},
 	{"peer_store_kernel_below_bytes", "bytes", true, func(h *Hardware) float64 { return float64(h.PeerStoreKernelBelow) }},
+	{"host_load_kernel_thread_blocks", "thread blocks", true, func(h *Hardware) float64 { return float64(h.HostLoadKernelBlocks) }},
+	{"host_store_kernel_thread_blocks", "thread blocks", true, func(h *Hardware) float64 { return float64(h.HostStoreKernelBlocks) }},
+	{"peer_load_kernel_thread_blocks", "thread blocks", true, func(h *Hardware) float64 { return float64(h.PeerLoadKernelBlocks) }},
+	{"peer_store_kernel_thread_blocks", "thread blocks", true, func(h *Hardware) float64 { return float64(h.PeerStoreKernelBlocks) }},
 }
 
 // HardwareFields lists the keys of the figures of a machine.

@@ -64,9 +64,11 @@ disturbs both.
 and to host and peer, in one direction and in both at once: dma makes a copy of the
 device for each block, batch hands all of them to the driver in one call, kernel
 launches a kernel that copies all of them; both compares dma and kernel, all compares
-the three. --calibrate writes the block sizes below which the kernel is faster as
-hardware for --hardware; all else comes from --hardware, or from the devices where it is
-known.
+the three. --calibrate writes the block sizes below which the kernel is faster, and its
+--copy-thread-blocks, as hardware for --hardware: a server that is given it has the kernel
+copy KV blocks that are smaller. Measure with all, as servers copy batches; several runs with
+other thread blocks add up. All else comes from --hardware, or from the devices where it
+is known.
 
 Ctrl-C ends the measurement with the points that are done.`,
 		Example: `  moeserve bench kv --device cuda --peers 1 --plot reload.svg

@@ -311,8 +311,8 @@ var fieldDocs = map[string]string{
 	"CopyPoint.bytes":       "bytes of a copy, of all its directions together",
 	"CopyPoint.copy_s":      "median time from the start of the first block to the end of the last",
 	"CopyPoint.bytes_per_s": "`bytes` over `copy_s`",
-	"crossovers":            "where `dma` and `kernel` were compared on GPUs: one object for each tier and direction; else null",
-	"kernel_below_bytes":    "block size below which the kernel is faster; 0: never; a byte more than the largest size: at all",
+	"crossovers":            "where the kernel and copy engines were compared on GPUs: one object for each tier and direction; else null",
+	"kernel_below_bytes":    "block size below which the kernel is faster than `dma` and `batch`; 0: never; a byte more than the largest size: at all",
 
 	// What a prompt's KV cache is worth.
 	"prefix_ttft":             "one object for each place and length of a prefix",
@@ -438,8 +438,12 @@ var fieldDocs = map[string]string{
 	"peer_to_gpu_bytes_per_s":  "rate of copies from all peers together",
 	"sources":                  "where each figure is from, by field",
 
-	"host_load_kernel_below_bytes":  "block size below which a kernel copies scattered blocks from the host faster than the copy engines; 0: never",
-	"host_store_kernel_below_bytes": "the same of copies to the host",
-	"peer_load_kernel_below_bytes":  "the same of copies from a peer",
-	"peer_store_kernel_below_bytes": "the same of copies to a peer",
+	"host_load_kernel_below_bytes":    "block size below which a kernel copies scattered blocks from the host faster than the copy engines; 0: never",
+	"host_store_kernel_below_bytes":   "the same of copies to the host",
+	"peer_load_kernel_below_bytes":    "the same of copies from a peer",
+	"peer_store_kernel_below_bytes":   "the same of copies to a peer",
+	"host_load_kernel_thread_blocks":  "thread blocks of that kernel, and so the multiprocessors it takes; 0: one per multiprocessor",
+	"host_store_kernel_thread_blocks": "the same of copies to the host",
+	"peer_load_kernel_thread_blocks":  "the same of copies from a peer",
+	"peer_store_kernel_thread_blocks": "the same of copies to a peer",
 }

@@ -429,18 +429,19 @@ func (r *copies) operation(ctx context.Context, ways []int, pieces [2][]transfer
 	}, nil
 }
 
-// Crossover is the block size from which on DMA is as fast as the kernel.
+// Crossover is the block size from which on the copy engines are as fast as the kernel.
 type Crossover struct {
 	Tier      string    `json:"tier"`
 	Direction Direction `json:"direction"`
-	// KernelBelowBytes is the smallest measured block size from which on DMA is at least as
-	// fast; the kernel is the faster one below. 0: DMA is as fast at all sizes. Where the
-	// kernel is faster at the largest one, it is a byte more than that.
+	// KernelBelowBytes is the smallest measured block size from which on the copy engines, by
+	// the faster one of DMA and Batch, are at least as fast; the kernel is faster below. 0: they
+	// are as fast at all sizes. Where the kernel is faster at the largest one, it is a byte more
+	// than that.
 	KernelBelowBytes int64 `json:"kernel_below_bytes"`
 }
 
-// Crossovers compares the methods, by tier and direction in the order of points. There are
-// none where points have one method only.
+// Crossovers compares the kernel with the copy engines, by tier and direction in the order of
+// points. There are none where points have only the one or the other.
 func Crossovers(points []CopyPoint) []Crossover {
 	var all []Crossover
 	type key struct {
@@ -448,14 +449,15 @@ func Crossovers(points []CopyPoint) []Crossover {
 		d    Direction
 		size int64
 	}
-	dma := map[key]float64{}
+	engines := map[key]float64{}
 	for _, p := range points {
-		if p.Method == DMA {
-			dma[key{p.Tier, p.Direction, p.BlockBytes}] = p.BytesPerSecond
+		if p.Method != Kernel {
+			k := key{p.Tier, p.Direction, p.BlockBytes}
+			engines[k] = max(engines[k], p.BytesPerSecond)
 		}
 	}
 	for _, p := range points {
-		rate, ok := dma[key{p.Tier, p.Direction, p.BlockBytes}]
+		rate, ok := engines[key{p.Tier, p.Direction, p.BlockBytes}]
 		if p.Method != Kernel || !ok {
 			continue
 		}

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/csv"
 	"errors"
+	"fmt"
 	"math"
 	"slices"
 	"strings"
@@ -199,10 +200,10 @@ func TestCrossovers(t *testing.T) {
 		want   int64
 		words  string
 	}{
-		"small blocks": {map[int64]float64{4096: 25, 8192: 20, 16384: 25}, 8192, "DMA is at least as fast from 8 KiB on"},
-		"never":        {map[int64]float64{4096: 5, 8192: 5, 16384: 5}, 0, "DMA is at least as fast at all sizes"},
+		"small blocks": {map[int64]float64{4096: 25, 8192: 20, 16384: 25}, 8192, "copy engines are at least as fast from 8 KiB on"},
+		"never":        {map[int64]float64{4096: 5, 8192: 5, 16384: 5}, 0, "copy engines are at least as fast at all sizes"},
 		"always":       {map[int64]float64{4096: 50, 8192: 50, 16384: 50}, 16385, "the kernel is faster up to the largest size"},
-		"middle":       {map[int64]float64{4096: 5, 8192: 50, 16384: 5}, 16384, "DMA is at least as fast from 16 KiB on"},
+		"middle":       {map[int64]float64{4096: 5, 8192: 50, 16384: 5}, 16384, "copy engines are at least as fast from 16 KiB on"},
 	} {
 		points := compared("host", kv.LoadDirection, dma, c.kernel)
 		got := kv.Crossovers(points)
@@ -213,6 +214,12 @@ func TestCrossovers(t *testing.T) {
 		if err := kv.WriteTable(&table, &kv.Result{Sizes: &kv.Sizes{Copies: points, Crossovers: got}}); err != nil || !strings.Contains(table.String(), c.words) {
 			t.Errorf("%s: %v, no %q in\n%s", name, err, c.words, &table)
 		}
+	}
+	// The faster of the copy engines' methods counts.
+	points := compared("host", kv.LoadDirection, dma, map[int64]float64{4096: 25, 8192: 25, 16384: 40})
+	points = append(points, kv.CopyPoint{Tier: "host", Direction: kv.LoadDirection, Method: kv.Batch, BlockBytes: 16384, BytesPerSecond: 50})
+	if got := kv.Crossovers(points); len(got) != 1 || got[0].KernelBelowBytes != 16384 {
+		t.Errorf("with batches of the largest blocks: %+v", got)
 	}
 	alone := slices.DeleteFunc(compared("host", kv.LoadDirection, dma, dma), func(p kv.CopyPoint) bool { return p.Method == kv.Kernel })
 	if got := kv.Crossovers(alone); len(got) != 0 {
@@ -251,6 +258,23 @@ func TestCalibrate(t *testing.T) {
 	}
 	if got := next.Start(&eval.Machine{Device: "NVIDIA A100"}); !strings.Contains(got.Sources["host_load_kernel_below_bytes"], "not measured here") {
 		t.Errorf("%+v", got)
+	}
+	// Calibrations with other thread blocks add up: the larger size counts, of equal ones that
+	// with fewer thread blocks; the same thread blocks are measured again.
+	for i, c := range []struct {
+		blocks                int
+		kernel                float64 // rate at 8 KiB, where DMA has 20
+		wantBelow, wantBlocks int64
+	}{{32, 10, 8192, 32}, {64, 10, 8192, 32}, {16, 10, 8192, 16}, {0, 10, 8192, 16}, {64, 21, 16384, 64}, {16, 10, 16384, 64}, {64, 10, 8192, 64}} {
+		points := compared("host", kv.LoadDirection, dma, map[int64]float64{4096: 25, 8192: c.kernel, 16384: 25})
+		x := &kv.Result{Machine: r.Machine, Sizes: &kv.Sizes{Copies: points, Crossovers: kv.Crossovers(points), ThreadBlocks: c.blocks}}
+		if next.Base, err = kv.Calibrate(x, next); err != nil {
+			t.Fatal(err)
+		}
+		if b := next.Base; b.HostLoadKernelBelow != c.wantBelow || int64(b.HostLoadKernelBlocks) != c.wantBlocks || b.PeerLoadKernelBelow != 16385 || b.PeerLoadKernelBlocks != 32 ||
+			!strings.HasSuffix(b.Sources["host_load_kernel_thread_blocks"], fmt.Sprintf("on %d thread blocks", c.wantBlocks)) {
+			t.Errorf("calibration %d: %+v", i, b)
+		}
 	}
 	for name, bad := range map[string]*kv.Result{
 		"loads":      {Machine: r.Machine, Loads: &kv.Loads{}},

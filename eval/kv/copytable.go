@@ -103,11 +103,11 @@ const noLinks = "emulated devices do not model a kernel's copies over links: its
 func (c Crossover) words(points []CopyPoint) string {
 	switch {
 	case c.KernelBelowBytes == 0:
-		return "DMA is at least as fast at all sizes"
+		return "copy engines are at least as fast at all sizes"
 	case c.KernelBelowBytes > points[len(points)-1].BlockBytes:
 		return "the kernel is faster up to the largest size"
 	}
-	return "DMA is at least as fast from " + eval.Size(c.KernelBelowBytes) + " on"
+	return "copy engines are at least as fast from " + eval.Size(c.KernelBelowBytes) + " on"
 }
 
 // csv are the columns and the values of each point.

@@ -33,7 +33,8 @@ type Sizes struct {
 	// ThreadBlocks of the kernel's launch; 0: one per multiprocessor.
 	ThreadBlocks int         `json:"thread_blocks"`
 	Copies       []CopyPoint `json:"copies"`
-	// Crossovers of both methods; none where one was measured, or devices are emulated.
+	// Crossovers of the kernel and the copy engines; none where only one was measured, or devices
+	// are emulated.
 	Crossovers []Crossover `json:"crossovers"`
 }
 
