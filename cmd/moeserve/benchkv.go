@@ -15,6 +15,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/eval"
 	"github.com/moeserve/moeserve/eval/kv"
+	"github.com/moeserve/moeserve/node/planning"
 	"github.com/moeserve/moeserve/planner"
 )
 
@@ -59,6 +60,9 @@ several that are queued, and the raw rate: that of the same copies on a stream o
 device, queued one by one or batched, whichever is faster. A second table says where
 the time of one load goes. Host and peer take turns, so that what disturbs the machine
 disturbs both.
+
+With --hardware of a file of --calibrate, on GPUs, the engine has the kernel copy blocks
+that are small enough, as a server does.
 
 --copy-method measures copies of scattered blocks by block size in place of loads, from
 and to host and peer, in one direction and in both at once: dma makes a copy of the
@@ -241,6 +245,7 @@ func benchKV(ctx context.Context, s *streams, set *settings, o *kvOptions) (err 
 	if o.calibrate != "" && !d.Real() {
 		return usagef("--calibrate needs GPUs (--device cuda): emulated devices do not model a kernel's copies over links")
 	}
+	named := base
 	if base, err = d.calibrationBase(base, o.calibrate); err != nil {
 		return err
 	}
@@ -259,6 +264,9 @@ func benchKV(ctx context.Context, s *streams, set *settings, o *kvOptions) (err 
 			return fmt.Errorf("loads of %d entries are too large; give fewer --entries, or --models with smaller ones: %w", slices.Max(loads.Counts), err)
 		}
 		loads.Progress = progress("loads")
+		if named != nil && d.Real() { // emulated devices do not model a kernel's copies over links
+			loads.Kernel = planning.CopyKernel(*named, d.Machine.Topology(), d.Backend, d.Space, d.peers())
+		}
 		r.Loads = &kv.Loads{BlockTokens: o.blockTokens, Entries: loads.Entries}
 		r.Reloads, interrupted = kv.Reload(ctx, loads)
 		points = len(r.Reloads)

@@ -169,6 +169,14 @@ func openCopied(s *streams, set *settings, hardware *planner.Hardware) (_ *copie
 	return c, nil
 }
 
+// peers are the peer's memory, if there is one.
+func (c *copied) peers() []device.Space {
+	if c.peer == device.Host {
+		return nil
+	}
+	return []device.Space{c.peer}
+}
+
 // calibrationBase is the hardware that a calibration into a file is based on: what the user
 // named, or what is known of the devices.
 func (c *copied) calibrationBase(named *planner.Hardware, path string) (*planner.Hardware, error) {

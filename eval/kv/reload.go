@@ -55,6 +55,8 @@ type ReloadOptions struct {
 	// Compute is the memory that blocks are loaded to, Peer that of another GPU;
 	// device.Host: there is none.
 	Compute, Peer device.Space
+	// Kernel that the transfer engine has, as a server's. Default: none.
+	Kernel *transfer.Kernel
 	// Entries whose loads are measured. Required.
 	Entries []Entry
 	// Counts of entries, tokens, that one load has. Default: DefaultCounts.
@@ -275,7 +277,7 @@ func (r *reloads) open(ctx context.Context) (err error) {
 	}
 	// Closed before the memory that they copy is freed.
 	for e, timed := range map[**transfer.Engine]bool{&r.engine: false, &r.timed: true} {
-		if *e, err = transfer.New(transfer.Options{Machine: r.machine, Timed: timed}); err != nil {
+		if *e, err = transfer.New(transfer.Options{Machine: r.machine, Timed: timed, Kernel: r.o.Kernel}); err != nil {
 			return err
 		}
 		r.closers = append(r.closers, (*e).Close)
