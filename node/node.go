@@ -228,11 +228,7 @@ func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Du
 	if err != nil {
 		return 0, err
 	}
-	kernel, err := u.copyKernel()
-	if err != nil {
-		return 0, fault.Of(fault.ErrConfig, err)
-	}
-	if n.transfer, err = transfer.New(transfer.Options{Machine: n.machine, Trace: d.Trace(), Kernel: kernel}); err != nil {
+	if n.transfer, err = transfer.New(transfer.Options{Machine: n.machine, Trace: d.Trace(), Kernel: u.kernel}); err != nil {
 		return 0, fault.Of(fault.ErrDevice, err)
 	}
 	n.started(n.transfer.Close)

@@ -17,6 +17,7 @@ import (
 	"github.com/moeserve/moeserve/node/sizing"
 	"github.com/moeserve/moeserve/pipeline"
 	"github.com/moeserve/moeserve/planner"
+	"github.com/moeserve/moeserve/transfer"
 	"github.com/moeserve/moeserve/untrusted"
 )
 
@@ -35,6 +36,7 @@ type setup struct {
 	footprint *sizing.Footprint
 	full      *sizing.Footprint // the same, with the full context that the settings allow
 	kvTiers   offload.Config
+	kernel    *transfer.Kernel  // that copies KV blocks; nil without a calibration
 	planned   *planning.Planned // nil without a policy
 	needs     *sizing.Needs     // nil before size
 	others    *playback         // nil without a trace, and before borrowable
@@ -82,6 +84,9 @@ func newSetup(o *Options, model *checkpoint.Model) (_ *setup, err error) {
 	if err != nil {
 		return nil, fault.Of(fault.ErrDevice, err)
 	}
+	if u.kernel, err = u.copyKernel(); err != nil {
+		return nil, fault.Of(fault.ErrConfig, err)
+	}
 	hostKV := func(blockBytes int64) (n int64) {
 		all, _ := u.kvTiers.Tiers(blockBytes, s.KV.BlockSize) // checked below
 		for _, t := range all {
@@ -91,7 +96,7 @@ func newSetup(o *Options, model *checkpoint.Model) (_ *setup, err error) {
 	}
 	u.footprint, err = sizing.New(sizing.Options{
 		Config: model.Config, Layout: u.layout, Types: u.devices.Backend, MaxModelLen: s.KV.MaxModelLen, BlockTokens: s.KV.BlockSize, CacheLayers: o.CacheLayers,
-		Dynamic: s.Offload.DynamicResidency, HostLogits: o.HostLogits, Clears: len(u.peers) > 0, Kernels: usage.Allocated,
+		Dynamic: s.Offload.DynamicResidency, HostLogits: o.HostLogits, Clears: len(u.peers) > 0, Kernels: usage.Allocated + u.kernel.TableBytes(0),
 		ClearsKV: len(u.kvPeers) > 0, HostKV: hostKV,
 	})
 	u.full = u.footprint

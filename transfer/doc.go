@@ -47,6 +47,17 @@
 // less than the calibrated size, on a stream of its own; fetches of experts, which steps wait
 // for, never use it: that was not measured to pay.
 //
+// # Latency
+//
+// A load over an idle link takes, beside its copies: Submit, which checks the pieces and
+// enqueues the first chunks in the caller's goroutine; the start of the device; the time until
+// the host stream, which polls without pause at first, sees the last chunk's event and signals
+// Done; and the time until the one who waits sees that. No other goroutine takes part.
+// Options.Timed measures each part (Ticket.Times).
+//
+// The host signals Done, not the link's stream behind the last chunk: a chunk that fails is
+// made again, which a fence that its stream has failed would not know of.
+//
 // # Failure
 //
 // A chunk that fails is retried once. If it fails again, its ticket fails: the Done fence

@@ -118,6 +118,8 @@ type Engine struct {
 	exhausted   []device.Point
 	// events are timed events, of Options.Timed; freeEvents those that are not in use.
 	events, freeEvents []device.Event
+	// tables of copy kernels.
+	tables *tables
 	// firstValue is the value at which the machine's fences begin, known with the first one.
 	firstValue uint32
 	closed     bool
@@ -144,11 +146,15 @@ func New(o Options) (*Engine, error) {
 	if err != nil {
 		return nil, fmt.Errorf("transfer: %w", err)
 	}
-	w, ok := s.(device.Watcher)
-	if !ok {
+	e := &Engine{o: o}
+	var ok bool
+	if e.watcher, ok = s.(device.Watcher); !ok {
 		return nil, errors.Join(errors.New("transfer: host streams of this machine cannot watch fences and events"), s.Close())
 	}
-	return &Engine{o: o, watcher: w}, nil
+	if e.tables, err = newTables(&e.o); err != nil {
+		return nil, errors.Join(fmt.Errorf("transfer: %w", err), s.Close())
+	}
+	return e, nil
 }
 
 // Submit queues a copy and returns at once. An error means that nothing was queued and
@@ -471,6 +477,7 @@ func (e *Engine) Close() error {
 	for _, l := range links {
 		errs = append(errs, l.release())
 	}
+	errs = append(errs, e.tables.free())
 	for _, ev := range e.events {
 		errs = append(errs, ev.Close())
 	}

@@ -78,15 +78,54 @@ type kernelLane struct {
 	path   KernelPath
 	copier BlockCopier
 	stream device.Stream
-	// host and gpu have a table of addresses for each slot: written by the host, copied to the
-	// GPU on the stream. uploaded has passed when the host may write a slot's again.
+	// tables has one of addresses for each slot, from first on: written by the host, copied to
+	// the GPU on the stream. uploaded has passed when the host may write a slot's again.
+	tables   *tables
+	first    int
+	uploaded []device.Event
+	recorded []bool
+}
+
+// tables are tables of addresses of blocks, in the host's memory and in the GPU's.
+type tables struct {
 	host, gpu device.Memory
-	uploaded  []device.Event
-	recorded  []bool
+	// used is the number of tables that lanes have.
+	used int
+}
+
+// TableBytes is what an engine with so many chunks in flight (Options.Depth; 0: the default)
+// allocates for the kernel, in host memory and in that of Space.
+func (k *Kernel) TableBytes(depth int) int64 {
+	if k == nil {
+		return 0
+	}
+	return int64(len(k.Paths)) * int64(dispatch.Link{Depth: depth}.Slots()) * tableBytes
+}
+
+func newTables(o *Options) (t *tables, err error) {
+	t = &tables{}
+	bytes := o.Kernel.TableBytes(o.Depth)
+	if bytes == 0 {
+		return t, nil
+	}
+	if t.host, err = o.Machine.Alloc(device.Host, bytes, "addresses of copied blocks"); err == nil {
+		if t.gpu, err = o.Machine.Alloc(o.Kernel.Space, bytes, "addresses of copied blocks"); err != nil {
+			err = errors.Join(err, t.host.Free())
+		}
+	}
+	return t, err
+}
+
+// free releases the memory.
+func (t *tables) free() error {
+	if t.host == nil {
+		return nil
+	}
+	return errors.Join(t.host.Free(), t.gpu.Free())
 }
 
 func newKernelLane(e *Engine, pair device.Pair, slots int) (k *kernelLane, err error) {
-	k = &kernelLane{path: e.o.Kernel.Paths[pair], copier: e.o.Kernel.Copier, recorded: make([]bool, slots)}
+	k = &kernelLane{path: e.o.Kernel.Paths[pair], copier: e.o.Kernel.Copier, recorded: make([]bool, slots), tables: e.tables, first: e.tables.used}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, k.release())
@@ -103,12 +142,8 @@ func newKernelLane(e *Engine, pair device.Pair, slots int) (k *kernelLane, err e
 		}
 		k.uploaded = append(k.uploaded, ev)
 	}
-	bytes := int64(slots) * tableBytes
-	if k.host, err = e.o.Machine.Alloc(device.Host, bytes, "addresses of copied blocks"); err != nil {
-		return k, err
-	}
-	k.gpu, err = e.o.Machine.Alloc(e.o.Kernel.Space, bytes, "addresses of copied blocks")
-	return k, err
+	e.tables.used += slots
+	return k, nil
 }
 
 // takes returns the size of the blocks in which the kernel copies the pieces of a request, their
@@ -145,8 +180,9 @@ func (k *kernelLane) copy(slot int, dst, src []device.Range, unit int64) error {
 	for _, r := range dst {
 		n += r.Bytes / unit
 	}
-	at, half := int64(slot)*tableBytes, 8*n
-	table := k.host.Write(at, 2*half)
+	at, half := int64(k.first+slot)*tableBytes, 8*n
+	host, gpu := k.tables.host, k.tables.gpu
+	table := host.Write(at, 2*half)
 	for i, r := range dst {
 		for off := int64(0); off < r.Bytes; off += unit {
 			binary.NativeEndian.PutUint64(table, uint64(src[i].Addr)+uint64(off))
@@ -154,7 +190,7 @@ func (k *kernelLane) copy(slot int, dst, src []device.Range, unit int64) error {
 			table = table[8:]
 		}
 	}
-	if err := k.stream.Copy(k.gpu.Range(at, 2*half), k.host.Range(at, 2*half)); err != nil {
+	if err := k.stream.Copy(gpu.Range(at, 2*half), host.Range(at, 2*half)); err != nil {
 		return err
 	}
 	if err := k.stream.Record(k.uploaded[slot]); err != nil {
@@ -162,7 +198,7 @@ func (k *kernelLane) copy(slot int, dst, src []device.Range, unit int64) error {
 	}
 	k.recorded[slot] = true
 	return k.copier.CopyBlocks(k.stream, &Blocks{
-		Src: k.gpu.Range(at, half).Addr, Dst: k.gpu.Range(at+half, half).Addr, N: int(n), Bytes: unit, ThreadBlocks: k.path.ThreadBlocks,
+		Src: gpu.Range(at, half).Addr, Dst: gpu.Range(at+half, half).Addr, N: int(n), Bytes: unit, ThreadBlocks: k.path.ThreadBlocks,
 	})
 }
 
@@ -177,11 +213,6 @@ func (k *kernelLane) release() error {
 	}
 	for _, ev := range k.uploaded {
 		errs = append(errs, ev.Close())
-	}
-	for _, m := range []device.Memory{k.host, k.gpu} {
-		if m != nil {
-			errs = append(errs, m.Free())
-		}
 	}
 	return errors.Join(errs...)
 }

@@ -260,6 +260,41 @@ func TestMethodsChangeNothing(t *testing.T) {
 	}
 }
 
+// TestKernelTables: an engine with a kernel allocates what it says, and others nothing.
+func TestKernelTables(t *testing.T) {
+	for _, depth := range []int{0, 1, 50} {
+		c := &copier{}
+		k := c.kernel(t, 100)
+		r := newRig(t, emulated.Options{Virtual: true}, transfer.Options{Kernel: k, Depth: depth})
+		for _, s := range []device.Space{device.Host, k.Space} {
+			if u, err := r.m.Usage(s); err != nil || u.Allocated != k.TableBytes(depth) || u.Allocated == 0 {
+				t.Errorf("%s: %d bytes allocated, %v, want %d", s, u.Allocated, err, k.TableBytes(depth))
+			}
+		}
+		// All lanes have tables of their own.
+		host, gpu, peer := r.filled(3200, 1), r.alloc(k.Space, 3200), r.alloc(device.HBM(1), 3200)
+		back := r.alloc(device.Host, 3200)
+		last := device.Point{}
+		for _, hop := range [][2]device.Memory{{gpu, host}, {peer, gpu}, {gpu, peer}, {back, gpu}} {
+			q := r.scattered(hop[0], hop[1], 100, 32, 1)
+			if q.Priority = transfer.KVLoad; last.Fence != nil {
+				q.After = []device.Point{last}
+			}
+			last = q.Done
+			r.submit(q)
+		}
+		if err := last.Wait(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if !bytes.Equal(back.Read(0, 3200), host.Read(0, 3200)) || c.launches() != 4 {
+			t.Errorf("%d launches; what comes back differs", c.launches())
+		}
+	}
+	if u, err := newRig(t, emulated.Options{Virtual: true}, transfer.Options{}).m.Usage(device.Host); err != nil || u.Allocated != 0 {
+		t.Errorf("without a kernel: %d bytes, %v", u.Allocated, err)
+	}
+}
+
 // TestBadKernels: what a kernel cannot do is an error of New.
 func TestBadKernels(t *testing.T) {
 	m, err := emulated.New(emulated.Options{Virtual: true})
