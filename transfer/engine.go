@@ -161,10 +161,14 @@ func New(o Options) (*Engine, error) {
 // Done will not be signaled: invalid arguments, no path (device.ErrUnreachable), a lost
 // device (device.ErrLost), a closed engine (device.ErrClosed).
 func (e *Engine) Submit(r Request) (*Ticket, error) {
+	var began time.Duration
+	if e.o.Timed {
+		began = e.o.Machine.Now()
+	}
 	err := r.validate(e.o.Machine)
 	var t *Ticket
 	if err == nil {
-		t, err = e.submit(&r)
+		t, err = e.submit(&r, began)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("transfer: %s: %w", r.name(), err)
@@ -172,7 +176,7 @@ func (e *Engine) Submit(r Request) (*Ticket, error) {
 	return t, nil
 }
 
-func (e *Engine) submit(r *Request) (*Ticket, error) {
+func (e *Engine) submit(r *Request, began time.Duration) (*Ticket, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.closed {
@@ -185,6 +189,7 @@ func (e *Engine) submit(r *Request) (*Ticket, error) {
 	if err != nil {
 		return nil, err
 	}
+	t.timing.times.Submitted = began
 	if err = e.core.Submit(&t.req, r.After); err == nil {
 		err = e.doActions()
 	}
@@ -229,9 +234,6 @@ func (e *Engine) ticket(r *Request) (*Ticket, error) {
 	t.label, t.done = r.Label, r.Done
 	t.traced, t.priority = e.o.Trace.Request(r.Done), r.Priority
 	t.end = device.Point{Fence: fence.Fence, Value: fence.Value + 1}
-	if e.o.Timed {
-		t.timing.times.Submitted = e.o.Machine.Now()
-	}
 	return t, nil
 }
 

@@ -29,7 +29,11 @@ type watchEnd struct {
 	err  error
 }
 
-const watchNap = 50 * time.Microsecond
+const (
+	watchNap = 50 * time.Microsecond
+	// spinLoads is a pause of some 0.1 us between two looks.
+	spinLoads = 200
+)
 
 // over reports whether the wait is over, and its error.
 func (w *watch) over() (bool, error) {
@@ -180,6 +184,9 @@ func (s *hostStream) rest() {
 	if waited < spinFor {
 		if s.yields {
 			runtime.Gosched()
+		}
+		for range spinLoads { // the lock is free for those who enqueue
+			s.m.closed.Load()
 		}
 		return
 	}

@@ -40,7 +40,8 @@
 #   kvcopy        copies of 1,000 scattered blocks from 4 KiB to 16 MiB between host, GPU and, with two GPUs, peer: queued, batched,
 #                 and by a kernel; 8 GiB of each memory
 #   kv            two GPUs: loads of KV blocks from the host and the second GPU (bench kv), copies of blocks by size, by copy
-#                 engines and by a kernel; 12 GiB of each memory
+#                 engines and by a kernel on KV_THREAD_BLOCKS thread blocks (4 and 64), a calibration by these, and loads with
+#                 it; 12 GiB of each memory
 #   kvtiers       two GPUs: conversations in a tiny KV cache with tiers on the second GPU, in host memory and in files, where
 #                 another process takes the second GPU's memory meanwhile: equal tokens
 #   prefix        two GPUs: time to first token by where the prompt's KV cache is (bench prefix): PREFIX are its arguments
@@ -256,10 +257,16 @@ run() {
         limit 120 . kv kv-loads "$work/moeserve" bench kv --device cuda --peers 1 --host-memory-gib "$host" \
           --json "$work/reload.json" --csv "$work/reload.csv" --plot "$work/reload.svg"
         cat "$work/said"
-        limit 180 . kv kv-copies "$work/moeserve" bench kv --device cuda --peers 1 --host-memory-gib "$host" --copy-method both \
-          --hardware h200 --calibrate "$work/kv.json" --json "$work/copies.json" --csv "$work/copies.csv" --plot "$work/copies.svg"
+        base=h200
+        for blocks in ${KV_THREAD_BLOCKS:-4 64}; do # each calibration adds to the one before
+          limit 180 . kv "kv-copies-$blocks" "$work/moeserve" bench kv --device cuda --peers 1 --host-memory-gib "$host" --copy-method all --repetitions 5 \
+            --copy-thread-blocks "$blocks" --hardware "$base" --calibrate "$work/kv.json" --json "$work/copies-$blocks.json" --plot "$work/copies-$blocks.svg"
+          cat "$work/said"
+          base=$work/kv.json
+        done
+        limit 120 . kv kv-kernel "$work/moeserve" bench kv --device cuda --peers 1 --host-memory-gib "$host" --hardware "$work/kv.json" --json "$work/reload-kernel.json"
         cat "$work/said"
-        tar -czf "$logs/kv.tar.gz" -C "$work" reload.json reload.csv reload.svg kv.json copies.json copies.csv copies.svg ;;
+        (cd "$work" && tar -czf "$logs/kv.tar.gz" reload*.json reload.csv reload.svg kv.json copies-*) ;;
       kvtiers) limit 240 node node kvtiers "$work/node.test" "${overlap[@]}" -test.v -test.timeout 240s -test.run 'GPUKVTiers' -peer 1 ;;
       prefix) measure "${NAME:-prefix}" prefix --file-directory "$(files)" ${PREFIX:-phi-3.5-moe --load-format dummy --num-hidden-layers 8 --max-num-batched-tokens 8192} ;;
       hits) measure "${NAME:-hits}" prefix --file-directory "$(files)" ${HITS:-mixtral-8x7b --load-format dummy --num-hidden-layers 8 --max-num-batched-tokens 8192 --max-num-seqs 256
