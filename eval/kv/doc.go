@@ -13,10 +13,12 @@
 // one request to the transfer engine: its blocks are scattered in the memory that they
 // come from and in the pool on the GPU, or are one contiguous run in both. Host and peer
 // take turns within each repetition, after one that does not count, and the median
-// counts: what disturbs the machine disturbs both. Each cell is measured three times
-// over: one load alone, from its submission until the host sees that it has ended;
-// several loads that are queued; and the same copies queued on a stream of the device,
-// without the engine. The last is the most that loads can reach.
+// counts: what disturbs the machine disturbs both. Each cell is measured in several ways:
+// one load alone, from its submission until the host sees that it has ended; several loads
+// that are queued; both again with events around their chunks, which tell the copies' own
+// time on the device, and where the rest goes; and the same copies on a stream of the device
+// without the engine, queued one by one and batched. The faster of these is the most that
+// copy engines can reach.
 //
 // # Invariants
 //
