@@ -31,6 +31,9 @@ type Blocks struct {
 // Kernel says which copies a kernel makes in place of the copy engines: it is faster where
 // pieces are small, and takes multiprocessors from other work. So only requests of many pieces
 // that have the priority Rebalance, KVStore or KVLoad when they are submitted use it.
+//
+// A kernel that accesses a peer's memory while that GPU is lost loses Space, too, on CUDA; copies
+// from a peer, which its own copy engines make, do not.
 type Kernel struct {
 	Copier BlockCopier
 	// Space is the GPU whose streams launch it.
