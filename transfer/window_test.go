@@ -46,25 +46,27 @@ func TestWindow(t *testing.T) {
 	}
 }
 
-// TestWindowBound: however small the copies in flight are, a demanded copy waits for no more
+// TestWindowBound: however large the copies in flight are, a demanded copy waits for no more
 // than two full chunks.
 func TestWindowBound(t *testing.T) {
 	const rate = 10e9
-	for _, size := range []int64{64 << 10, 1 << 20, 3 << 20, 8 << 20, 100 << 20} {
+	for _, sizes := range [][]int64{{64 << 10}, {1 << 20}, {3 << 20}, {8 << 20}, {100 << 20}, {8 << 20, 700 << 10, 8 << 20}} {
 		r := newRig(t, emulated.Options{Virtual: true, NoData: true, HostLink: emulated.Link{BytesPerSecond: rate}}, transfer.Options{})
 		const total = 200 << 20
 		src, dst := r.alloc(device.Host, total), r.alloc(device.HBM(0), total)
 		src.Write(0, total)
 		var kv []*transfer.Ticket
-		for at := int64(0); at+size < total; at += size {
-			kv = append(kv, r.submit(transfer.Request{Src: src.Region(at, size), Dst: dst.Region(at, size), Priority: transfer.KVLoad, Done: r.point()}))
+		for at, i := int64(0), 0; at+sizes[i%len(sizes)] < total; i++ {
+			size := sizes[i%len(sizes)]
+			kv = append(kv, r.submit(transfer.Request{Src: src.Region(at, size), Dst: dst.Region(at, size), Priority: transfer.Prefetch, Done: r.point()}))
+			at += size
 		}
 		began := r.m.Now()
 		r.wait(r.submit(transfer.Request{Src: src.Region(total-256, 256), Dst: dst.Region(total-256, 256), Priority: transfer.Demand, Done: r.point()}))
 		took := r.m.Now() - began
 		bound := time.Duration(math.Ceil(2 * (8 << 20) / rate * 1e9))
 		if took > bound+time.Microsecond {
-			t.Errorf("behind copies of %d KiB, a demanded one takes %v, want at most %v", size>>10, took, bound)
+			t.Errorf("behind copies of %v bytes, a demanded one takes %v, want at most %v", sizes, took, bound)
 		}
 		for _, ticket := range kv {
 			r.wait(ticket)
