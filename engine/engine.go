@@ -181,7 +181,8 @@ type RequestInfo struct {
 type State struct {
 	// Running and Waiting samples.
 	Running, Waiting int
-	// KVUsedBlocks of KVBlocks KV blocks, each of BlockTokens tokens.
+	// KVUsedBlocks of KVBlocks KV blocks, each of BlockTokens tokens, those left out that are
+	// lent to other uses now.
 	KVUsedBlocks, KVBlocks, BlockTokens int
 	// Preemptions of sequences, Steps finished, and Retried attempts of steps.
 	Preemptions, Steps, Retried int64
@@ -662,6 +663,7 @@ func (e *Engine) publish() {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.state.Running, e.state.Waiting = e.sched.Running(), e.sched.Waiting()
+	e.state.KVBlocks = e.o.KV.Present()
 	e.state.KVUsedBlocks = e.state.KVBlocks - e.o.KV.Free()
 	e.state.Preemptions = e.sched.Preemptions()
 }

@@ -18,6 +18,14 @@
 // too (Table.Fork), also the last one, which may be partly filled: it is copied before another
 // sequence than its first writes to it (Manager.Copies).
 //
+// # Extents
+//
+// The last blocks can be divided into extents (ManagerOptions.Extents), each large enough for
+// what else the memory is used for: an expert's weights. Withdraw takes an extent out of use, and
+// Restore gives it back. Empty blocks outside of extents are allocated first, so that extents
+// stay empty as long as there is room. Reuse counts what a larger or smaller prefix cache would
+// change.
+//
 // # What it is not
 //
 // The package copies no blocks between tiers. It does not decide which sequence gets
@@ -26,7 +34,10 @@
 //
 // # Invariants
 //
-//   - A block is free, referenced, or held by a copy alone; the sum is the pool's size.
+//   - A block is free, referenced, held by a copy alone, or withdrawn; the sum is the pool's
+//     size.
+//   - A withdrawn block is neither allocated nor matched. Its extent is free for other use when
+//     nothing references or holds a block of it.
 //   - Reserve allocates all the blocks it needs, or none.
 //   - A block is written by one sequence at most, after the tokens of it that others share.
 //   - A key identifies one block, whose content does not change until the block is

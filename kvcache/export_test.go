@@ -20,14 +20,49 @@ func (m *Manager) Check(tables ...*Table) error {
 		}
 	}
 	free := make([]int, len(m.refs)) // places where a block is free
-	for _, id := range m.empty {
-		free[id]++
-		if m.keys[id] != (Key{}) {
-			return fmt.Errorf("block %d is empty and has a name", id)
+	empty := 0
+	for x, stack := range m.empty.stacks {
+		for _, id := range stack {
+			free[id]++
+			empty++
+			if m.keys[id] != (Key{}) || m.extents.of(id) != x-1 {
+				return fmt.Errorf("block %d of extent %d is empty, has key %x, and is in the list of extent %d", id, m.extents.of(id), m.keys[id], x-1)
+			}
 		}
 	}
-	for id := int(m.fresh); id < len(m.refs); id++ {
-		free[id]++
+	if empty != m.empty.n {
+		return fmt.Errorf("%d blocks are empty, %d counted", empty, m.empty.n)
+	}
+	withdrawn := 0
+	counts := make([]ExtentState, len(m.extents.list))
+	for id, n := range refs {
+		x := m.extents.of(int32(id))
+		if x < 0 {
+			continue
+		}
+		busy := n > 0 || m.holds[id] > 0
+		if busy {
+			counts[x].Busy++
+		} else if m.keys[id] != (Key{}) {
+			counts[x].Cached++
+		}
+		if counts[x].Withdrawn = m.extents.withdrawn(x); counts[x].Withdrawn {
+			if free[id] > 0 || m.keys[id] != (Key{}) {
+				return fmt.Errorf("block %d is withdrawn, is free in %d places and has key %x", id, free[id], m.keys[id])
+			}
+			if !busy {
+				free[id]++ // in no list
+				withdrawn++
+			}
+		}
+	}
+	for x, s := range counts {
+		if s != m.extents.list[x] {
+			return fmt.Errorf("extent %d is %+v, counted as %+v", x, s, m.extents.list[x])
+		}
+	}
+	if n := len(m.refs) - withdrawn; n != m.Present() {
+		return fmt.Errorf("%d blocks are present, %d counted", n, m.Present())
 	}
 	kept := 0
 	l := m.policy.(*LRU)
@@ -58,7 +93,7 @@ func (m *Manager) Check(tables ...*Table) error {
 	if held != m.Held() {
 		return fmt.Errorf("%d blocks are held, %d counted", held, m.Held())
 	}
-	if all != m.Free() {
+	if all -= withdrawn; all != m.Free() {
 		return fmt.Errorf("%d blocks are free, %d counted", all, m.Free())
 	}
 	named := 0

@@ -13,6 +13,9 @@ type ManagerOptions struct {
 	BlockTokens int
 	// Policy orders free blocks that have a key. Default: NewLRU.
 	Policy Policy
+	// Extents is the number of extents, each of ExtentBlocks blocks with successive ids, that
+	// can be withdrawn: the last Extents * ExtentBlocks blocks. Default: none.
+	Extents, ExtentBlocks int
 }
 
 // EnsureDefaults returns o with its defaults filled in.
@@ -33,6 +36,10 @@ func (o ManagerOptions) Validate() error {
 		return fmt.Errorf("kvcache: Blocks is %d; it must be positive", o.Blocks)
 	case o.BlockTokens < 1:
 		return fmt.Errorf("kvcache: BlockTokens is %d; it must be positive", o.BlockTokens)
+	case o.Extents < 0 || o.Extents > 0 && o.ExtentBlocks < 1:
+		return fmt.Errorf("kvcache: %d extents of %d blocks; there must be at least one block in each", o.Extents, o.ExtentBlocks)
+	case o.Extents > 0 && o.Extents > (o.Blocks-1)/o.ExtentBlocks:
+		return fmt.Errorf("kvcache: %d extents of %d blocks, of %d blocks in all; at least one must be in none", o.Extents, o.ExtentBlocks, o.Blocks)
 	}
 	return nil
 }
@@ -44,12 +51,11 @@ func (o ManagerOptions) Validate() error {
 // Capacity, whose results never change.
 //
 // A block is used, with refs counting its tables, held, because a copy still reads or
-// writes it (Hold), or free. Free blocks are in one of three lists, and are allocated in this
-// order:
+// writes it (Hold), free, or withdrawn (Withdraw). Free blocks are allocated in this order:
 //
-//   - empty: blocks without a key. The block released last is allocated first, so that a
-//     small working set keeps using the same memory.
-//   - fresh: blocks that were never used, in ascending order of id.
+//   - empty: blocks without a key, those of no extent first, then by extent. Among these the
+//     block released last is allocated first, so that a small working set keeps using the same
+//     memory, and those that were never used come last, in ascending order of id.
 //   - cached: blocks with a key, which sequences can match until the policy evicts them.
 //
 // So a cached block is evicted only when no other block is free, and where sequences have
@@ -62,13 +68,14 @@ type Manager struct {
 	held        int           // blocks that no sequence uses and that are held
 	keys        []Key         // by block; zero: no key
 	byKey       map[Key]int32 // block with a key
-	empty       []int32
-	fresh       int32 // first block that was never used
-	cached      int   // free blocks with a key, ordered by the policy
+	empty       emptyBlocks
+	cached      int // free blocks with a key, ordered by the policy
 	copies      []Copy
 	// gained counts the blocks that a Match finds beside the free ones since they got a key, or
 	// since they were allocated or held with the one that they had.
-	gained int64
+	gained  int64
+	extents extents
+	reuse   reuse
 }
 
 // Copy is a block whose content is to be copied to another one.
@@ -82,26 +89,29 @@ func NewManager(o ManagerOptions) (*Manager, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
 	}
+	x := newExtents(o)
 	return &Manager{
 		blockTokens: o.BlockTokens, policy: o.Policy,
 		refs: make([]int32, o.Blocks), holds: make([]int32, o.Blocks), keys: make([]Key, o.Blocks), byKey: make(map[Key]int32, o.Blocks),
+		empty: newEmptyBlocks(o.Blocks, x), extents: x, reuse: newReuse(o),
 	}, nil
 }
 
 // NewTable returns the empty block table of a new sequence.
 func (m *Manager) NewTable() *Table { return &Table{m: m, shared: -1} }
 
-// Blocks is the number of blocks.
+// Blocks is the number of blocks, withdrawn ones included.
 func (m *Manager) Blocks() int { return len(m.refs) }
 
 // BlockTokens is the number of tokens per block.
 func (m *Manager) BlockTokens() int { return m.blockTokens }
 
-// Capacity is the maximum number of tokens of one sequence.
-func (m *Manager) Capacity() int { return len(m.refs) * m.blockTokens }
+// Capacity is the maximum number of tokens of one sequence: what fits where all extents are
+// withdrawn.
+func (m *Manager) Capacity() int { return m.extents.first * m.blockTokens }
 
-// Free is the number of blocks that no sequence uses, cached ones included.
-func (m *Manager) Free() int { return len(m.empty) + len(m.refs) - int(m.fresh) + m.cached }
+// Free is the number of blocks that can be allocated, cached ones included.
+func (m *Manager) Free() int { return m.empty.n + m.cached }
 
 // DropCached makes blocks that no sequence uses lose their keys: no sequence can match them
 // any more. Blocks in use stay.
@@ -109,8 +119,10 @@ func (m *Manager) DropCached() {
 	for ; m.cached > 0; m.cached-- {
 		id := m.policy.Victim()
 		m.clearKey(id)
-		m.empty = append(m.empty, id)
+		m.uncached(id)
+		m.empty.push(id, m.extents.of(id))
 	}
+	m.reuse.forget()
 	if m.held == 0 {
 		return
 	}
@@ -126,18 +138,16 @@ func (m *Manager) blocksFor(tokens int) int { return (tokens + m.blockTokens - 1
 // allocate returns a free block with one reference and without a key. The caller has
 // checked that a block is free.
 func (m *Manager) allocate() int32 {
-	var id int32
-	if last := len(m.empty) - 1; last >= 0 {
-		id, m.empty = m.empty[last], m.empty[:last]
-	} else if int(m.fresh) < len(m.refs) {
-		id = m.fresh
-		m.fresh++
-	} else {
+	id, ok := m.empty.pop()
+	if !ok {
 		id = m.policy.Victim()
 		m.cached--
+		m.uncached(id)
+		m.reuse.evicted(id, m.keys[id])
 		m.clearKey(id)
 	}
 	m.refs[id] = 1
+	m.used(id, 1)
 	return id
 }
 
@@ -158,6 +168,8 @@ func (m *Manager) take(id int32) {
 	m.policy.Remove(id)
 	m.cached--
 	m.gained++
+	m.uncached(id)
+	m.used(id, 1)
 }
 
 // writable reports whether the sequence that uses a block is the only one, and no copy
@@ -183,12 +195,16 @@ func (m *Manager) free(id int32) {
 		return
 	}
 	m.dropCopies(id)
-	switch {
+	m.used(id, -1)
+	switch x := m.extents.of(id); {
+	case m.extents.withdrawn(x):
 	case m.keys[id] == (Key{}):
-		m.empty = append(m.empty, id)
+		m.empty.push(id, x)
 	default:
 		m.policy.Add(id)
 		m.cached++
+		m.extents.addCached(x, 1)
+		m.reuse.cached(id)
 	}
 }
 
@@ -250,13 +266,18 @@ func (m *Manager) dropCopies(dst int32) {
 	}
 }
 
-// moving is the number of blocks that no sequence uses and that others hold than Copies, which
-// end only with a step.
+// moving is the number of blocks that no sequence uses, that others hold than Copies, which
+// end only with a step, and that will be free then.
 func (m *Manager) moving() int {
 	n := m.held
+	for x := range m.extents.list {
+		if m.extents.withdrawn(x) {
+			n -= m.heldIn(x)
+		}
+	}
 	for i, c := range m.copies {
 		same := func(o Copy) bool { return o.Src == c.Src }
-		if m.refs[c.Src] > 0 || slices.ContainsFunc(m.copies[:i], same) {
+		if m.extents.withdrawn(m.extents.of(c.Src)) || m.refs[c.Src] > 0 || slices.ContainsFunc(m.copies[:i], same) {
 			continue
 		}
 		copies := int32(0)
@@ -275,9 +296,9 @@ func (m *Manager) moving() int {
 // Held is the number of blocks that no sequence uses and that are held.
 func (m *Manager) Held() int { return m.held }
 
-// setKey sets a block's key, unless another block has the same one.
+// setKey sets a block's key, unless another block has the same one, or the block is withdrawn.
 func (m *Manager) setKey(id int32, k Key) {
-	if _, ok := m.byKey[k]; !ok {
+	if _, ok := m.byKey[k]; !ok && !m.extents.withdrawn(m.extents.of(id)) {
 		m.byKey[k], m.keys[id] = id, k
 		m.gained++
 	}

@@ -108,7 +108,13 @@ func TestManagerScript(t *testing.T) {
 func TestManagerMachine(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		b := rapid.IntRange(1, 3).Draw(t, "block tokens")
-		m := newManager(t, rapid.IntRange(6, 14).Draw(t, "blocks"), b)
+		extents, size := rapid.IntRange(0, 3).Draw(t, "extents"), rapid.IntRange(1, 3).Draw(t, "extent blocks")
+		m, err := kvcache.NewManager(kvcache.ManagerOptions{
+			Blocks: rapid.IntRange(6, 14).Draw(t, "blocks") + extents*size, BlockTokens: b, Extents: extents, ExtentBlocks: size,
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
 		// The memory of the blocks: what a position holds is made of all tokens up to it.
 		memory := make([]string, m.Blocks()*b)
 		type sequence struct {
@@ -295,9 +301,35 @@ func TestManagerMachine(t *testing.T) {
 					holds = slices.Delete(holds, i, i+1)
 				}
 			},
+			"withdraw": func(t *rapid.T) {
+				if x, ok := m.LeastUsed(); ok {
+					if rapid.Bool().Draw(t, "any") {
+						x = rapid.IntRange(0, extents-1).Draw(t, "extent")
+					}
+					if !m.Extent(x).Withdrawn {
+						m.Withdraw(x)
+					}
+				}
+			},
+			"restore": func(t *rapid.T) {
+				if extents == 0 {
+					return
+				}
+				if x := rapid.IntRange(0, extents-1).Draw(t, "extent"); m.Extent(x).Withdrawn {
+					m.Restore(x)
+				}
+			},
 			"": func(t *rapid.T) {
 				if err := m.Check(tables...); err != nil {
 					t.Fatal(err)
+				}
+				for x := range extents { // others write to what nothing uses
+					if s := m.Extent(x); s.Withdrawn && s.Busy == 0 {
+						first, n := m.ExtentBlocks(x)
+						for p := int(first) * b; p < (int(first)+n)*b; p++ {
+							memory[p] = "an expert's"
+						}
+					}
 				}
 				for _, h := range holds {
 					for i, want := range h.content {
@@ -350,6 +382,99 @@ func TestKeptAsLongAsThereIsRoom(t *testing.T) {
 			}
 			x.Release(true)
 		}
+	}
+}
+
+// TestWithdraw: blocks of a withdrawn extent are neither allocated nor matched. Those that are
+// used stay so until they are released, and are then not free. Capacity counts what can never be
+// withdrawn.
+func TestWithdraw(t *testing.T) {
+	m, err := kvcache.NewManager(kvcache.ManagerOptions{Blocks: 8, BlockTokens: 1, Extents: 3, ExtentBlocks: 2})
+	if err != nil {
+		t.Fatal(err)
+	}
+	check := func(what string, free, present int) {
+		t.Helper()
+		if m.Free() != free || m.Present() != present {
+			t.Errorf("%s: %d blocks are free of %d, want %d of %d", what, m.Free(), m.Present(), free, present)
+		}
+	}
+	x, y := m.NewTable(), m.NewTable()
+	x.Identify(chain("", []int32{1, 2, 3, 4, 5}, 1))
+	if m.Capacity() != 2 || !x.Reserve(5) || !slices.Equal(x.Blocks(), []int32{0, 1, 2, 3, 4}) {
+		t.Fatalf("blocks %v of a capacity of %d: those of no extent come first", x.Blocks(), m.Capacity())
+	}
+	x.SetFilled(5)
+	if e, ok := m.LeastUsed(); e != 2 || !ok {
+		t.Errorf("extent %d is used least", e)
+	}
+	m.Withdraw(1) // blocks 4, which is used, and 5
+	m.Withdraw(2)
+	check("withdrawn", 0, 5)
+	if s := m.Extent(1); s != (kvcache.ExtentState{Withdrawn: true, Busy: 1}) {
+		t.Errorf("extent 1: %+v", s)
+	}
+	if y.Reserve(1) {
+		t.Errorf("block %v is allocated", y.Blocks())
+	}
+	y.Identify(chain("", []int32{1, 2, 3, 4, 5}, 1))
+	if n := y.Match(5); n != 4 {
+		t.Errorf("%d tokens are matched, want the 4 that are not withdrawn", n)
+	}
+	y.Release(true)
+	x.Release(true)
+	check("released", 4, 4)
+	m.Restore(1)
+	check("restored", 6, 6)
+	if !x.Reserve(6) {
+		t.Error("restored blocks are not allocated")
+	}
+}
+
+// TestReuse: hits of blocks that would be evicted soon are cold, and those of blocks that were
+// evicted or withdrawn are lost, each once.
+func TestReuse(t *testing.T) {
+	m, err := kvcache.NewManager(kvcache.ManagerOptions{Blocks: 9, BlockTokens: 1, Extents: 2, ExtentBlocks: 4})
+	if err != nil {
+		t.Fatal(err)
+	}
+	use := func(prompts ...int32) {
+		t.Helper()
+		for _, p := range prompts {
+			x := m.NewTable()
+			x.Identify(chain("", []int32{p}, 1))
+			x.Match(1)
+			if !x.Reserve(1) {
+				t.Fatal("no room")
+			}
+			x.SetFilled(1)
+			x.Release(true)
+		}
+	}
+	use(0, 1, 2, 3, 4, 5, 6, 7, 8) // all blocks
+	if r := m.Reuse(); r.Cached != 9 || r.Hits != 0 {
+		t.Errorf("%+v", r)
+	}
+	use(8, 0) // nothing is cold before a block was evicted
+	use(9)    // in place of 1
+	use(9, 2)
+	want := kvcache.Reuse{Hits: 4, ColdHits: 1, Lost: 1, MaxLost: 8, Cached: 9}
+	if r := m.Reuse(); r != want {
+		t.Errorf("%+v, want %+v", r, want)
+	}
+	x := m.NewTable()
+	x.Identify(chain("", []int32{1}, 1))
+	for range 2 { // a request that waits looks again
+		x.Match(1)
+		x.Release(true)
+	}
+	want.LostHits, want.Lost = 1, 0
+	if r := m.Reuse(); r != want {
+		t.Errorf("%+v, want %+v", r, want)
+	}
+	m.Withdraw(1)
+	if r := m.Reuse(); r.Lost != 4 || r.Cached != 5 {
+		t.Errorf("%+v: withdrawn blocks are lost", r)
 	}
 }
 

@@ -48,10 +48,14 @@ func (t *Table) Match(maxTokens int) (tokens int) {
 	for i, k := range keys {
 		id, ok := t.m.byKey[k]
 		if !ok {
+			t.m.missed(keys[i:])
 			break
 		}
 		if i == 0 {
 			t.blocks = slices.Grow(t.blocks, len(keys)+1)
+		}
+		if t.m.refs[id] == 0 {
+			t.m.reuse.hit(id)
 		}
 		t.m.share(id)
 		t.blocks = append(t.blocks, id)

@@ -90,6 +90,6 @@ var _ engine.Stepper = stepper{}
 // Step implements engine.Stepper.
 func (s stepper) Step(ctx context.Context, step *pipeline.Step) (pipeline.Result, error) {
 	s.clock.Turn()
-	s.trace.Counter("KV blocks", "in use", s.clock.Now(), float64(s.kv.Blocks()-s.kv.Free()))
+	s.trace.Counter("KV blocks", "in use", s.clock.Now(), float64(s.kv.Present()-s.kv.Free()))
 	return s.Pipeline.Step(ctx, step)
 }

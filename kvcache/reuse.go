@@ -1,0 +1,103 @@
+package kvcache
+
+// Reuse counts what shows how much a larger prefix cache would be worth, and a smaller one
+// cost. The counts are cumulative.
+type Reuse struct {
+	// Hits are blocks that a sequence matched and that no other used. ColdHits are those among
+	// them in the coldest quarter of the cache: which had been free for more than three quarters
+	// of the time after which blocks are evicted. Time is counted in blocks that became free.
+	Hits, ColdHits int64
+	// LostHits are blocks that would have been matched if there had been memory for Lost more.
+	LostHits int64
+	// Lost is the number of blocks whose content was evicted last, or withdrawn, and is
+	// remembered by key, MaxLost its maximum.
+	Lost, MaxLost int
+	// Cached is the number of free blocks with content now, Empty of those without.
+	Cached, Empty int
+}
+
+// reuse watches blocks that are free and have a key.
+type reuse struct {
+	hits, cold, lostHits int64
+	// clock counts blocks that became free with a key; freed is its value when a block did, by
+	// block. span is the age at which the last block was evicted; 0: none was.
+	clock, span int64
+	freed       []int64
+	// lost are the keys of blocks that were evicted, in a ring by the order of that.
+	lost map[Key]struct{}
+	ring []Key
+	next int
+}
+
+// newReuse returns one that remembers as many lost blocks as can be withdrawn.
+func newReuse(o ManagerOptions) reuse {
+	r := reuse{freed: make([]int64, o.Blocks), ring: make([]Key, o.Extents*o.ExtentBlocks)}
+	if len(r.ring) > 0 {
+		r.lost = make(map[Key]struct{}, len(r.ring))
+	}
+	return r
+}
+
+// cached records that a block became free with a key.
+func (r *reuse) cached(id int32) {
+	r.clock++
+	r.freed[id] = r.clock
+}
+
+// hit records that a free block was matched.
+func (r *reuse) hit(id int32) {
+	r.hits++
+	if age := r.clock - r.freed[id]; r.span > 0 && 4*age > 3*r.span {
+		r.cold++
+	}
+}
+
+// evicted records that a block lost its key for lack of memory.
+func (r *reuse) evicted(id int32, k Key) {
+	r.span = r.clock - r.freed[id]
+	r.dropped(k)
+}
+
+// dropped remembers a key that was lost.
+func (r *reuse) dropped(k Key) {
+	if len(r.ring) == 0 {
+		return
+	}
+	delete(r.lost, r.ring[r.next])
+	r.ring[r.next] = k
+	r.lost[k] = struct{}{}
+	r.next = (r.next + 1) % len(r.ring)
+}
+
+// forget forgets the lost keys.
+func (r *reuse) forget() {
+	clear(r.lost)
+	clear(r.ring)
+}
+
+// missed counts those of the first keys that no block has any more that were lost, in a row
+// with those that some block has. It counts each once: its content is about to be computed
+// again.
+func (m *Manager) missed(keys []Key) {
+	if len(m.reuse.lost) == 0 {
+		return
+	}
+	for _, k := range keys {
+		if _, ok := m.byKey[k]; ok {
+			continue
+		}
+		if _, ok := m.reuse.lost[k]; !ok {
+			return
+		}
+		delete(m.reuse.lost, k)
+		m.reuse.lostHits++
+	}
+}
+
+// Reuse returns the counts.
+func (m *Manager) Reuse() Reuse {
+	return Reuse{
+		Hits: m.reuse.hits, ColdHits: m.reuse.cold, LostHits: m.reuse.lostHits,
+		Lost: len(m.reuse.lost), MaxLost: len(m.reuse.ring), Cached: m.cached, Empty: m.empty.n,
+	}
+}
