@@ -23,6 +23,13 @@ type MoveInfo struct {
 // SwapInfo describes an expert that became resident in place of another of the layer.
 type SwapInfo struct{ Layer, In, Out int }
 
+// LentInfo describes an expert that became resident in lent memory, or had to leave it.
+type LentInfo struct {
+	// Layer by the model's number.
+	Layer, Expert int
+	Resident      bool
+}
+
 // PeerInfo describes a peer whose copies failed.
 type PeerInfo struct {
 	Device device.Space
@@ -39,6 +46,8 @@ type EventListener struct {
 	// Demoted: fetches read host memory again.
 	Demoted func(MoveInfo)
 	Swapped func(SwapInfo)
+	// Lent: an expert became resident in lent memory, or is no longer.
+	Lent func(LentInfo)
 	// PeerFailed: copies from or to a peer failed.
 	PeerFailed func(PeerInfo)
 }
@@ -54,6 +63,9 @@ func (l EventListener) EnsureDefaults() EventListener {
 	if l.Swapped == nil {
 		l.Swapped = func(SwapInfo) {}
 	}
+	if l.Lent == nil {
+		l.Lent = func(LentInfo) {}
+	}
 	if l.PeerFailed == nil {
 		l.PeerFailed = func(PeerInfo) {}
 	}
@@ -67,6 +79,7 @@ func Tee(a, b EventListener) EventListener {
 		Promoted:   func(i MoveInfo) { a.Promoted(i); b.Promoted(i) },
 		Demoted:    func(i MoveInfo) { a.Demoted(i); b.Demoted(i) },
 		Swapped:    func(i SwapInfo) { a.Swapped(i); b.Swapped(i) },
+		Lent:       func(i LentInfo) { a.Lent(i); b.Lent(i) },
 		PeerFailed: func(i PeerInfo) { a.PeerFailed(i); b.PeerFailed(i) },
 	}
 }
@@ -82,6 +95,9 @@ func LogEvents(log *slog.Logger) EventListener {
 		},
 		Swapped: func(i SwapInfo) {
 			log.Debug("expert swapped", "layer", i.Layer, "in", i.In, "out", i.Out)
+		},
+		Lent: func(i LentInfo) {
+			log.Debug("expert in memory lent by the KV cache", "layer", i.Layer, "expert", i.Expert, "resident", i.Resident)
 		},
 		PeerFailed: func(i PeerInfo) {
 			if i.Excluded {

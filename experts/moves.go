@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 	"time"
 
 	"github.com/moeserve/moeserve/device"
@@ -113,17 +112,25 @@ func (s *Store) SetCost(id ID, cost time.Duration) { s.peers.SetCost(id, cost) }
 // waits. The result is the number of copies in progress.
 func (s *Store) Poll() (moving int) { return s.peers.Poll() }
 
-// WaitMoves waits for the copies of all promotions and swaps. BeginStep completes the
-// swaps.
+// WaitMoves waits for the copies of all promotions and swaps, and of experts that are made
+// resident. BeginStep completes the latter two.
 func (s *Store) WaitMoves(ctx context.Context) error {
 	if err := s.peers.Wait(ctx); err != nil {
 		return fmt.Errorf("experts: %w", err)
 	}
 	s.mu.Lock()
-	swaps := slices.Clone(s.places.swaps)
+	var tickets []*transfer.Ticket
+	for _, w := range s.places.swaps {
+		tickets = append(tickets, w.ticket)
+	}
+	for _, x := range s.places.lent {
+		if x.ticket != nil {
+			tickets = append(tickets, x.ticket)
+		}
+	}
 	s.mu.Unlock()
-	for _, w := range swaps {
-		if err := w.ticket.Wait(ctx); !w.ticket.Ended() {
+	for _, t := range tickets {
+		if err := t.Wait(ctx); !t.Ended() {
 			return fmt.Errorf("experts: %w", err)
 		}
 	}
@@ -138,11 +145,11 @@ func (s *Store) Placed() [][]Placed {
 	placed := make([][]Placed, len(s.plan.Layers))
 	for i := range placed {
 		placed[i] = make([]Placed, s.plan.Experts)
-		for e, at := range s.places.residentOffset[i] {
+		for e := range placed[i] {
 			h := &placed[i][e]
 			h.Tier = Host
-			if at >= 0 {
-				h.Tier = Resident
+			if s.places.resident(ID{i, e}) {
+				h.Tier, h.Lent = Resident, !s.places.own(ID{i, e})
 			} else if c := s.peers.Find(ID{i, e}); c != nil {
 				h.Tier, h.Device = Peer, c.Device()
 			}
@@ -150,6 +157,11 @@ func (s *Store) Placed() [][]Placed {
 	}
 	for _, w := range s.places.swaps {
 		placed[w.in.Layer][w.in.Expert].Moving = true
+	}
+	for _, x := range s.places.lent {
+		if x.ticket != nil || x.occupied && x.leaving {
+			placed[x.expert.Layer][x.expert.Expert].Moving = true
+		}
 	}
 	for _, id := range s.peers.Moving() {
 		placed[id.Layer][id.Expert].Moving = true

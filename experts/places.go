@@ -23,6 +23,11 @@ type places struct {
 	// spare are resident extents that no expert uses.
 	spare []spareExtent
 	swaps []*swap
+	// lent is memory for more resident experts; lentAt is the place of those that are resident
+	// there, [position][expert]. Their layers have more resident experts than the placement says,
+	// never fewer, so that the expert cache has slots for the others.
+	lent   []*LentPlace
+	lentAt [][]*LentPlace
 }
 
 // spareExtent is an unused resident extent, with the fence of the copy that fills it.
@@ -55,6 +60,7 @@ func newPlaces(p *Plan, m device.Machine) (*places, error) {
 			}
 		}
 		s.residentOffset, s.hostOffset = append(s.residentOffset, resident), append(s.hostOffset, host)
+		s.lentAt = append(s.lentAt, make([]*LentPlace, p.Experts))
 	}
 	for range p.SpareSlots {
 		f, err := m.NewFence("expert swap")
@@ -68,9 +74,15 @@ func newPlaces(p *Plan, m device.Machine) (*places, error) {
 }
 
 // resident reports whether an expert is resident.
-func (p *places) resident(id ID) bool { return p.residentOffset[id.Layer][id.Expert] >= 0 }
+func (p *places) resident(id ID) bool { return p.own(id) || p.lentAt[id.Layer][id.Expert] != nil }
+
+// own reports whether an expert is resident in an extent of the store's own.
+func (p *places) own(id ID) bool { return p.residentOffset[id.Layer][id.Expert] >= 0 }
 
 func (p *places) residentRegion(id ID) device.Region {
+	if x := p.lentAt[id.Layer][id.Expert]; x != nil {
+		return x.region
+	}
 	return p.gpu.Region(p.residentOffset[id.Layer][id.Expert], p.size)
 }
 
@@ -95,7 +107,11 @@ func (p *places) swap(in, out ID, e *transfer.Engine, label fmt.Stringer) error 
 		return errors.New("the two experts are of different layers")
 	case p.resident(in): // it may have become so since movable checked
 		return fmt.Errorf("the first is already resident: %w", ErrBusy)
-	case !p.resident(out):
+	case p.lentTo(in) != nil:
+		return fmt.Errorf("the first is on its way to lent memory: %w", ErrBusy)
+	case p.lentAt[out.Layer][out.Expert] != nil:
+		return fmt.Errorf("the second is in lent memory: %w", ErrBusy)
+	case !p.own(out):
 		return fmt.Errorf("the second is not resident: %w", ErrBusy)
 	case len(p.spare) == 0:
 		return fmt.Errorf("no spare extent: %w", ErrBusy)
@@ -144,7 +160,8 @@ func (p *places) close() error {
 		_ = w.ticket.Wait(context.Background()) // a failed copy has ended, too
 		p.spare = append(p.spare, w.to)
 	}
-	errs := []error{free(p.gpu), free(p.host)}
+	errs := p.closePlaces()
+	errs = append(errs, free(p.gpu), free(p.host))
 	for _, x := range p.spare {
 		errs = append(errs, x.done.Fence.Close())
 	}

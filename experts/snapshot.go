@@ -23,7 +23,10 @@ type ExpertSnapshot struct {
 	Tier Tier `json:"tier"`
 	// Peer that has a copy.
 	Peer string `json:"peer,omitempty"`
-	// Moving: the expert is being promoted or swapped in.
+	// Lent: it is resident in memory lent by the KV cache.
+	Lent bool `json:"lent,omitempty"`
+	// Moving: the expert is being promoted, swapped in or made resident, or is leaving lent
+	// memory.
 	Moving       bool  `json:"moving,omitempty"`
 	Uses         int64 `json:"uses"`
 	Fetches      int64 `json:"fetches"`
@@ -52,7 +55,7 @@ func (s *Store) Snapshot() Snapshot {
 	for i, number := range s.plan.Layers {
 		l := LayerSnapshot{Layer: number}
 		for e, h := range placed[i] {
-			x := ExpertSnapshot{Tier: where[i][e], Moving: h.Moving, Uses: uses[i][e], Fetches: fetches[i][e], RoutedTokens: activations[i][e]}
+			x := ExpertSnapshot{Tier: where[i][e], Lent: h.Lent, Moving: h.Moving, Uses: uses[i][e], Fetches: fetches[i][e], RoutedTokens: activations[i][e]}
 			if h.Tier == Peer {
 				x.Peer = h.Device.String()
 			}

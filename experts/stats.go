@@ -38,9 +38,9 @@ func (s *Store) Residency() [][]Tier {
 	where := make([][]Tier, len(s.plan.Layers))
 	for i := range where {
 		where[i] = make([]Tier, s.plan.Experts)
-		for e, at := range s.places.residentOffset[i] {
+		for e := range where[i] {
 			switch {
-			case at >= 0:
+			case s.places.resident(ID{i, e}):
 				where[i][e] = Resident
 			case s.fetch.has(ID{i, e}):
 				where[i][e] = Cached
@@ -105,9 +105,12 @@ type Stats struct {
 	Promoted int64 `json:"promoted"`
 	Demoted  int64 `json:"demoted"`
 	Revoked  int64 `json:"revoked"`
-	// Swapped counts experts that became resident in place of others, MigratedBytes what
-	// Promote and Swap have copied.
+	// Swapped counts experts that became resident in place of others. MadeResident counts those
+	// that became so in lent memory, Offloaded those that had to leave it. MigratedBytes is what
+	// all moves have copied.
 	Swapped       int64 `json:"swapped"`
+	MadeResident  int64 `json:"made_resident"`
+	Offloaded     int64 `json:"offloaded"`
 	MigratedBytes int64 `json:"migrated_bytes"`
 }
 
@@ -189,6 +192,9 @@ type Placed struct {
 	Tier Tier
 	// Device that has the copy if Tier is Peer.
 	Device device.Space
-	// Moving: the expert is being promoted or swapped in.
+	// Lent: the expert is resident in lent memory (AddPlace).
+	Lent bool
+	// Moving: the expert is being promoted, swapped in or made resident, or is leaving lent
+	// memory.
 	Moving bool
 }

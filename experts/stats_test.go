@@ -117,7 +117,7 @@ func TestStatsJSON(t *testing.T) {
 	want := strings.Join([]string{
 		`{"uses":{"cached":2,"host":0,"peer":0,"resident":0}`, `"hits":2`, `"misses":0`, `"hit_rate":1`, `"prefetched":0`, `"failed_fetches":3`,
 		`"fetched_bytes":{"host":0,"peer":7}`, `"prefetch_predicted":0`, `"prefetch_used":0`,
-		`"promoted":0`, `"demoted":0`, `"revoked":0`, `"swapped":0`, `"migrated_bytes":0}`,
+		`"promoted":0`, `"demoted":0`, `"revoked":0`, `"swapped":0`, `"made_resident":0`, `"offloaded":0`, `"migrated_bytes":0}`,
 	}, ",")
 	if err != nil || string(data) != want {
 		t.Errorf("%v: %s, want %s", err, data, want)

@@ -27,6 +27,7 @@ type steps struct {
 	counts   *counts
 	log      *slog.Logger
 	swapped  func(SwapInfo)
+	lent     func(LentInfo)
 	closed   bool
 
 	// number of the latest step.
@@ -58,7 +59,7 @@ type layer struct {
 func newSteps(mu *sync.Mutex, p *Plan, pl *places, f *fetcher, t *tables, c *counts, o Options) *steps {
 	s := &steps{
 		mu: mu, plan: p, position: map[int]int{}, places: pl, fetch: f, tables: t, counts: c,
-		log: o.Log, swapped: o.Events.Swapped, open: -1, layers: make([]layer, len(p.Layers)),
+		log: o.Log, swapped: o.Events.Swapped, lent: o.Events.Lent, open: -1, layers: make([]layer, len(p.Layers)),
 	}
 	for i, number := range p.Layers {
 		s.position[number] = i
@@ -74,14 +75,14 @@ func newSteps(mu *sync.Mutex, p *Plan, pl *places, f *fetcher, t *tables, c *cou
 func (s *steps) listAll(position int) {
 	l := &s.layers[position]
 	l.list = l.list[:0]
-	for e, at := range s.places.residentOffset[position] {
-		if at >= 0 {
+	for e := range s.plan.Experts {
+		if s.places.resident(ID{position, e}) {
 			l.list = append(l.list, e)
 		}
 	}
 	l.residents = len(l.list)
-	for e, at := range s.places.residentOffset[position] {
-		if at < 0 {
+	for e := range s.plan.Experts {
+		if !s.places.resident(ID{position, e}) {
 			l.list = append(l.list, e)
 		}
 	}
@@ -116,6 +117,7 @@ func (s *steps) begin(ctx context.Context, compute device.Stream) error {
 	s.fetch.cache.ForgetReaders()
 	s.fetch.peerBackoff = max(s.fetch.peerBackoff-1, 0)
 	s.places.completeSwaps(s.onSwapped)
+	s.places.settleAll(s.onLent)
 	s.number++
 	s.running, s.compute, s.open = true, compute, -1
 	return nil
@@ -127,11 +129,7 @@ func (s *steps) onSwapped(in, out ID, err error) {
 		s.log.Warn("expert swap failed", "in", s.plan.name(in), "out", s.plan.name(out), "err", err)
 		return
 	}
-	s.tables.rows[in.Layer].stale = true
-	if ref := &s.layers[in.Layer].refs[in.Expert]; ref.Held() { // prefetched for the step that begins
-		ref.Release()
-	}
-	s.listAll(in.Layer)
+	s.changed(in)
 	s.counts.Swapped++
 	s.counts.MigratedBytes += s.plan.Layout.Size
 	s.swapped(SwapInfo{Layer: s.plan.Layers[in.Layer], In: in.Expert, Out: out.Expert})
