@@ -1,6 +1,7 @@
 package rebalancer
 
 import (
+	"cmp"
 	"math"
 	"slices"
 	"time"
@@ -127,6 +128,44 @@ func (c *Core) Costs(v View) [][]time.Duration {
 		}
 	}
 	return costs
+}
+
+// Worth is what lent memory of the GPU is worth to experts, in seconds of copies that they save
+// per second.
+type Worth struct {
+	// Next are the experts that would be made resident next, those of the largest worth first; at
+	// most worthAhead.
+	Next []float64
+	// Lent are the experts in lent memory.
+	Lent map[experts.ID]float64
+	// Fetch is the duration of a fetch from host memory, in seconds.
+	Fetch float64
+}
+
+// worthAhead is the maximum number of experts that Worth looks ahead.
+const worthAhead = 64
+
+// Worth returns it. No expert is next where none was used for a half-life: rates of before a
+// pause take no memory from others.
+func (c *Core) Worth(v View) Worth {
+	p := newPlanner(c.stats(v), v.Capacity, c.o.Tuning, c.at, false)
+	w := Worth{Lent: map[experts.ID]float64{}, Fetch: p.host}
+	for _, it := range p.items {
+		if it.lent {
+			w.Lent[it.id] = it.rate * p.host
+		}
+	}
+	if c.at-c.rates.at > c.o.HalfLife {
+		return w
+	}
+	for _, it := range p.candidates(residentMemory) {
+		if len(w.Next) == worthAhead || it.gain <= 0 {
+			break
+		}
+		w.Next = append(w.Next, it.gain)
+	}
+	slices.SortFunc(w.Next, func(a, b float64) int { return cmp.Compare(b, a) }) // nearly equal ones are ordered by layers' shares
+	return w
 }
 
 // Demand is what experts that are only in host memory would use of full peers, and on which

@@ -30,6 +30,8 @@ type Capacity struct {
 	Host experts.Link
 	// Peers that may be used.
 	Peers []Peer
+	// Places is the free lent memory of the GPU, as the number of experts that fit.
+	Places int
 }
 
 // Peer is a peer whose memory is borrowed.
@@ -82,9 +84,12 @@ const (
 	Replace
 	// Swap makes In resident in place of Out, which is of the same layer.
 	Swap
+	// MakeResident makes In resident in lent memory of the GPU: in a free place where Out is In,
+	// and otherwise in place of Out, of any layer.
+	MakeResident
 )
 
-func (k Kind) String() string { return [...]string{"promote", "replace", "swap"}[k] }
+func (k Kind) String() string { return [...]string{"promote", "replace", "swap", "make resident"}[k] }
 
 // Move is one migration.
 type Move struct {
@@ -102,10 +107,10 @@ type Move struct {
 
 func (m Move) String() string {
 	s := fmt.Sprintf("%v %d/%d", m.Kind, m.In.Layer, m.In.Expert)
-	if m.Kind != Promote {
+	if m.Kind != Promote && m.Out != m.In || m.Kind == Replace {
 		s += fmt.Sprintf(" for %d/%d", m.Out.Layer, m.Out.Expert)
 	}
-	if m.Kind != Swap {
+	if m.Kind != Swap && m.Kind != MakeResident {
 		s += fmt.Sprint(" to ", m.To)
 	}
 	return s
@@ -146,8 +151,8 @@ type item struct {
 	at int
 	// peer that has a copy.
 	peer int
-	// planned: the plan already moves the expert.
-	planned bool
+	// lent: it is resident in lent memory. planned: the plan already moves the expert.
+	lent, planned bool
 	// gain of the move being considered, in seconds per second; rank is the gain of the
 	// first of the experts with similar gains; share is the fraction of the layer's
 	// offloaded experts on peers if this one and those before it in the layer are moved.
@@ -176,9 +181,10 @@ type planner struct {
 	classes []class
 	peers   []Peer
 	items   []*item
-	// Number of experts of each layer on peers, and offloaded.
-	onPeers, offloaded []int
-	moves              []*move
+	// Number of experts of each layer on peers, offloaded, resident, and in all.
+	onPeers, offloaded, resident, all []int
+	places                            int
+	moves                             []*move
 }
 
 // move is a Move with its sort key.
@@ -202,13 +208,18 @@ func newPlanner(s Stats, c Capacity, t Tuning, now time.Duration, force bool) *p
 			on[k] = i
 		}
 	}
-	p.onPeers, p.offloaded = make([]int, len(s.Placed)), make([]int, len(s.Placed))
+	for _, of := range []*[]int{&p.onPeers, &p.offloaded, &p.resident, &p.all} {
+		*of = make([]int, len(s.Placed))
+	}
+	p.places = c.Places
 	for l, placed := range s.Placed {
+		p.all[l] = len(placed)
 		for e, h := range placed {
 			it := &item{id: experts.ID{Layer: l, Expert: e}, rate: s.Rates[l][e], at: hostMemory}
 			switch h.Tier {
 			case experts.Resident:
-				it.at = residentMemory
+				it.at, it.lent = residentMemory, h.Lent
+				p.resident[l]++
 			case experts.Peer:
 				p.onPeers[l]++
 				p.offloaded[l]++
@@ -271,6 +282,7 @@ func (p *planner) plan() []Move {
 	if p.stats.Dynamic {
 		p.swap()
 	}
+	p.makeResident()
 	for k := range p.classes {
 		p.fill(k)
 		p.replace(k)
@@ -324,6 +336,7 @@ func (p *planner) swap() {
 		for _, it := range p.items {
 			switch {
 			case it.id.Layer != l || it.planned:
+			case it.lent:
 			case it.at == residentMemory:
 				resident = append(resident, it)
 			default:
@@ -345,12 +358,51 @@ func (p *planner) swap() {
 	}
 }
 
-// candidates for promotion to the class, in order of preference.
+// makeResident brings the most used experts to lent memory of the GPU: first to free places, then
+// in place of others there.
+func (p *planner) makeResident() {
+	var there []*item
+	for _, it := range p.items {
+		if it.lent && !it.planned {
+			there = append(there, it)
+		}
+	}
+	if p.places <= 0 && len(there) == 0 {
+		return
+	}
+	slices.SortStableFunc(there, func(a, b *item) int { return cmp.Compare(a.rate, b.rate) })
+	for _, in := range p.candidates(residentMemory) {
+		switch {
+		case p.places > 0:
+			if p.worthwhile(in, nil, in.gain, 0) {
+				p.places--
+				p.resident[in.id.Layer]++
+				p.add(MakeResident, in, in, nil, in.gain, in.rank)
+			}
+		case len(there) == 0:
+			return
+		default:
+			out := there[0]
+			loss := out.rate * p.host
+			if !p.worthwhile(in, out, in.gain, loss) {
+				return
+			}
+			there = there[1:]
+			p.add(MakeResident, in, out, nil, in.gain-loss, in.rank-loss)
+		}
+	}
+}
+
+// candidates for promotion to the class, or to the GPU's memory, in order of preference.
 func (p *planner) candidates(k int) []*item {
 	var cs []*item
+	seconds, present, of := 0.0, p.resident, p.all
+	if k != residentMemory {
+		seconds, present, of = p.classes[k].seconds, p.onPeers, p.offloaded
+	}
 	for _, it := range p.items {
 		if it.at > k && !it.planned {
-			it.gain = it.rate * (p.seconds(it) - p.classes[k].seconds)
+			it.gain = it.rate * (p.seconds(it) - seconds)
 			cs = append(cs, it)
 		}
 	}
@@ -358,17 +410,17 @@ func (p *planner) candidates(k int) []*item {
 		return cmp.Or(cmp.Compare(a.id.Layer, b.id.Layer), cmp.Compare(a.id.Expert, b.id.Expert))
 	}
 	slices.SortFunc(cs, func(a, b *item) int { return cmp.Or(cmp.Compare(b.gain, a.gain), byID(a, b)) })
-	onPeers := slices.Clone(p.onPeers)
-	one := p.stats.SingleUse * (p.host - p.classes[k].seconds)
+	present = slices.Clone(present)
+	one := p.stats.SingleUse * (p.host - seconds)
 	for from := 0; from < len(cs); {
 		to := from
 		for to < len(cs) && (cs[to].gain > 0) == (cs[from].gain > 0) && (cs[to].gain+one)*similarGains >= cs[from].gain {
 			it := cs[to]
 			it.rank = cs[from].gain
-			if it.at == hostMemory {
-				onPeers[it.id.Layer]++
+			if it.at == hostMemory || k == residentMemory {
+				present[it.id.Layer]++
 			}
-			it.share = float64(onPeers[it.id.Layer]) / float64(p.offloaded[it.id.Layer])
+			it.share = float64(present[it.id.Layer]) / float64(of[it.id.Layer])
 			to++
 		}
 		slices.SortFunc(cs[from:to], func(a, b *item) int { return cmp.Or(cmp.Compare(a.share, b.share), byID(a, b)) })

@@ -19,8 +19,8 @@ import (
 
 const planBytes = 100 << 20
 
-// situation reads layers of experts, each written as place:rate: L is resident, H the
-// host, a digit a peer, and * stands behind those that move.
+// situation reads layers of experts, each written as place:rate: L is resident, G in lent memory
+// of the GPU, H the host, a digit a peer, and * stands behind those that move.
 func situation(t *testing.T, layers string) rebalancer.Stats {
 	s := rebalancer.Stats{Bytes: planBytes}
 	for _, layer := range strings.Split(strings.TrimSpace(layers), "\n") {
@@ -33,6 +33,8 @@ func situation(t *testing.T, layers string) rebalancer.Stats {
 			switch place {
 			case "L":
 				h.Tier = experts.Resident
+			case "G":
+				h.Tier, h.Lent = experts.Resident, true
 			case "H":
 			default:
 				n, err := strconv.Atoi(place)
@@ -58,6 +60,12 @@ func peer(gpu int, gigabytes float64, free int) rebalancer.Peer {
 
 func capacity(host float64, peers ...rebalancer.Peer) rebalancer.Capacity {
 	return rebalancer.Capacity{Host: experts.Link{From: device.Host, BytesPerSecond: host * 1e9}, Peers: peers}
+}
+
+// lending is c with free places in lent memory of the GPU.
+func lending(places int, c rebalancer.Capacity) rebalancer.Capacity {
+	c.Places = places
+	return c
 }
 
 // TestPlanBesideDeadPeer: a peer that lends nothing, or is in back-off after a refusal, does
@@ -216,6 +224,30 @@ func TestPlan(t *testing.T) {
 			want: "swap 0/3 for 0/0, promote 0/2 to [0]",
 		},
 		{name: "resident ones stay without dynamic residency", layers: "L:1 H:5", capacity: capacity(50)},
+		{
+			name: "free lent memory goes to the hottest that pay for their copies", layers: "H:5 H:0.01 L:9\nH:7 1:6 L:9",
+			capacity: lending(9, capacity(50, peer(1, 300, 0))),
+			want:     "make resident 1/0, make resident 0/0, make resident 1/1",
+		},
+		{
+			name: "before copies on peers", layers: "H:5 H:4",
+			capacity: lending(1, capacity(50, peer(1, 300, 1))),
+			want:     "make resident 0/0, promote 0/1 to [0]",
+		},
+		{
+			name: "whole layers share lent memory evenly", layers: "H:50 H:50 L:50\nH:50 H:50 H:50\nG:50 H:50 H:50",
+			capacity: lending(3, capacity(50)), one: 0.07,
+			want: "make resident 1/0, make resident 0/0, make resident 1/1",
+		},
+		{
+			name: "the coldest leaves lent memory, of any layer", layers: "G:5 G:1 H:2\nG*:0 H:8 H:1.2 L:0",
+			capacity: capacity(50),
+			want:     "make resident 1/1 for 0/1",
+		},
+		{
+			name: "those in lent memory are not swapped", layers: "G:1 H:1.1 H:5 L:4", capacity: capacity(50), adaptive: true,
+			want: "make resident 0/2 for 0/0",
+		},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			s := situation(t, c.layers)
@@ -254,6 +286,7 @@ func random(t *rapid.T) (rebalancer.Stats, rebalancer.Capacity) {
 	for i := range rapid.IntRange(0, 3).Draw(t, "peers") {
 		c.Peers = append(c.Peers, peer(i+1, rapid.SampledFrom([]float64{0, 25, 100, 110, 300}).Draw(t, "rate"), rapid.IntRange(0, 6).Draw(t, "free")))
 	}
+	c.Places = rapid.IntRange(0, 3).Draw(t, "places")
 	layers, n := rapid.IntRange(1, 4).Draw(t, "layers"), rapid.IntRange(1, 8).Draw(t, "experts")
 	rate := rapid.SampledFrom([]float64{0, 0, 0.1, 0.5, 1, 1.05, 2, 10, 50})
 	for range layers {
@@ -267,6 +300,7 @@ func random(t *rapid.T) (rebalancer.Stats, rebalancer.Capacity) {
 					h.Device = rapid.SampledFrom(c.Peers).Draw(t, "on").From
 				}
 			}
+			h.Lent = h.Tier == experts.Resident && rapid.Bool().Draw(t, "lent")
 			h.Moving = rapid.IntRange(0, 9).Draw(t, "moving") == 0
 			homes = append(homes, h)
 		}
@@ -312,7 +346,7 @@ func perByte(c rebalancer.Capacity, h experts.Placed) float64 {
 
 // startMove applies moves as store and harvest would, the peer among those named being
 // anyone's choice, and fails where they do not fit.
-func carryOut(t *rapid.T, s rebalancer.Stats, c rebalancer.Capacity, moves []rebalancer.Move) {
+func carryOut(t *rapid.T, s rebalancer.Stats, c *rebalancer.Capacity, moves []rebalancer.Move) {
 	at := func(id experts.ID) *experts.Placed { return &s.Placed[id.Layer][id.Expert] }
 	demote := func(id experts.ID) {
 		h := at(id)
@@ -332,7 +366,31 @@ func carryOut(t *rapid.T, s rebalancer.Stats, c rebalancer.Capacity, moves []reb
 			if in.Tier == experts.Peer {
 				demote(m.In)
 			}
+			if out.Lent {
+				t.Fatalf("%v: %+v is in lent memory", m, *out)
+			}
 			in.Tier, out.Tier = experts.Resident, experts.Host
+			continue
+		}
+		if m.Kind == rebalancer.MakeResident {
+			if in, out := at(m.In), at(m.Out); m.In == m.Out {
+				c.Places--
+			} else {
+				if !out.Lent || out.Moving {
+					t.Fatalf("%v: %+v leaves", m, *out)
+				}
+				if *out = (experts.Placed{Tier: experts.Host}); in.Moving {
+					t.Fatalf("%v: %+v moves", m, *in)
+				}
+			}
+			in := at(m.In)
+			if in.Tier == experts.Peer {
+				demote(m.In)
+			}
+			if c.Places < 0 || in.Tier != experts.Host || in.Moving {
+				t.Fatalf("%v of %+v, with %d places left", m, *in, c.Places)
+			}
+			in.Tier, in.Lent = experts.Resident, true
 			continue
 		}
 		if m.Kind == rebalancer.Replace {
@@ -371,7 +429,7 @@ func TestPlans(t *testing.T) {
 			}
 			// Any number from the front may be carried out.
 			moves = moves[:rapid.IntRange(1, len(moves)).Draw(t, "begun")]
-			carryOut(t, s, c, moves)
+			carryOut(t, s, &c, moves)
 			gain := 0.0
 			for _, m := range moves {
 				gain += m.Gain * float64(s.Bytes)

@@ -32,9 +32,20 @@ type Store interface {
 	WaitMoves(context.Context) error
 }
 
+// Places is lent memory of the GPU for more resident experts: *experts.Store. Its methods never
+// wait.
+type Places interface {
+	// FreePlaces is how many experts can be made resident now.
+	FreePlaces() int
+	MakeResident(experts.ID) error
+	Offload(experts.ID)
+}
+
 // Options describe a Rebalancer.
 type Options struct {
 	Store Store
+	// Places that lent memory of the GPU may add to the store. Default: none.
+	Places Places
 	// Harvest lends the memory of peer copies. Nil: there are no peers, and only resident
 	// experts are swapped, if the store allows that.
 	Harvest *harvest.Runtime
@@ -106,9 +117,10 @@ type Rebalancer struct {
 	counts Counts
 	// waiting are promotions whose room is still being read by those that had it.
 	waiting []promotion
-	// becomingResident are experts that are being swapped in: their peer copies are
-	// demoted afterwards.
+	// becomingResident are experts that are being swapped in or made resident: their peer
+	// copies are demoted afterwards.
 	becomingResident []experts.ID
+	worth            Worth
 
 	stop func() // ends the loop; nil before Start
 }
@@ -146,6 +158,8 @@ type Counts struct {
 	Promoted int64 `json:"promoted"`
 	Replaced int64 `json:"replaced"`
 	Swapped  int64 `json:"swapped"`
+	// MadeResident counts experts that were brought to lent memory of the GPU.
+	MadeResident int64 `json:"made_resident"`
 	// Refused counts moves for which harvest refused the memory.
 	Refused int64 `json:"refused"`
 	// Readmitted counts readmissions of peers.
@@ -231,7 +245,17 @@ func (r *Rebalancer) Tick(now time.Duration) error {
 		failed = err
 	}
 	r.setCosts(v)
+	if r.o.Places != nil {
+		r.worth = r.core.Worth(v)
+	}
 	return failed
+}
+
+// Worth is what lent memory of the GPU is worth to experts, as of the latest Tick.
+func (r *Rebalancer) Worth() Worth {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.worth
 }
 
 // want reports to harvest the peers that have no room for experts that are fetched from host
@@ -301,6 +325,9 @@ func (r *Rebalancer) view(now time.Duration, readmit bool) View {
 	v.Moving += len(r.waiting)
 	for _, p := range r.waiting {
 		v.Placed[p.id.Layer][p.id.Expert].Moving = true
+	}
+	if r.o.Places != nil {
+		v.Places = r.o.Places.FreePlaces()
 	}
 	var health map[device.Space]error
 	var room map[device.Space]int
@@ -375,11 +402,10 @@ func (r *Rebalancer) readmit(st *peerState, peer device.Space, unhealthy error, 
 
 // startMove starts a move.
 func (r *Rebalancer) startMove(m Move, v View, now time.Duration) error {
-	if m.Kind == Swap {
-		if err := r.store.Swap(m.In, m.Out); err != nil {
+	if m.Kind == Swap || m.Kind == MakeResident {
+		if err := r.startResident(m); err != nil {
 			return err
 		}
-		r.counts.Swapped++
 		if v.Placed[m.In.Layer][m.In.Expert].Tier == experts.Peer {
 			r.becomingResident = append(r.becomingResident, m.In)
 		}
@@ -399,6 +425,26 @@ func (r *Rebalancer) startMove(m Move, v View, now time.Duration) error {
 	for _, k := range m.To {
 		r.peers[v.Peers[k].From].backoff = 0
 	}
+	return nil
+}
+
+// startResident starts a Swap or a MakeResident. Where an expert has yet to leave the place, a
+// later Tick finds that free.
+func (r *Rebalancer) startResident(m Move) error {
+	if m.Kind == Swap {
+		if err := r.store.Swap(m.In, m.Out); err != nil {
+			return err
+		}
+		r.counts.Swapped++
+		return nil
+	}
+	if m.Out != m.In {
+		r.o.Places.Offload(m.Out)
+	}
+	if err := r.o.Places.MakeResident(m.In); err != nil {
+		return err
+	}
+	r.counts.MadeResident++
 	return nil
 }
 
@@ -445,7 +491,7 @@ func refused(err error) bool {
 
 // backedOff reports whether all peers of the move are in back-off.
 func (r *Rebalancer) backedOff(m Move, v View, now time.Duration) bool {
-	return m.Kind != Swap && !slices.ContainsFunc(m.To, func(k int) bool {
+	return m.Kind != Swap && m.Kind != MakeResident && !slices.ContainsFunc(m.To, func(k int) bool {
 		return now >= r.peers[v.Peers[k].From].notBefore
 	})
 }

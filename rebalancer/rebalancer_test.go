@@ -2,12 +2,14 @@ package rebalancer_test
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"log/slog"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -69,6 +71,8 @@ type rig struct {
 	hot int
 	// resets counts steps that were run again.
 	resets int
+	// places in lent memory.
+	places []*experts.LentPlace
 }
 
 // rigOptions differ from test to test.
@@ -85,6 +89,8 @@ type rigOptions struct {
 	store func(*experts.Store) rebalancer.Store
 	// monitor of harvest, which watches the machine's own.
 	monitor *sickly
+	// places in lent memory of the GPU.
+	places int
 }
 
 // topology is the machine with links from peers of different rates.
@@ -175,6 +181,12 @@ func newRig(t *testing.T, o rigOptions) *rig {
 	plan, err := experts.NewPlan(c)
 	must(err)
 	log := slog.New(slog.NewTextHandler(r.log, nil))
+	var lent device.Memory
+	if o.places > 0 {
+		lent, err = r.m.Alloc(device.HBM(0), int64(o.places)*rigBytes, "lent")
+		must(err)
+		end("lent", lent.Free)
+	}
 	r.store, err = experts.New(experts.Options{
 		Machine: r.m, Space: device.HBM(0), Backend: packer{}, Transfer: engine, Plan: plan, Harvest: r.harvest,
 	})
@@ -195,13 +207,18 @@ func newRig(t *testing.T, o rigOptions) *rig {
 		o.core.HalfLife = rigHalfLife
 	}
 	o.core.Tuning.Horizon = 2 * time.Second
+	for i := range o.places {
+		p, err := r.store.AddPlace(lent.Region(int64(i)*rigBytes, rigBytes))
+		must(err)
+		r.places = append(r.places, p)
+	}
 	var store rebalancer.Store = r.store
 	if o.store != nil {
 		store = o.store(r.store)
 	}
 	r.rb, err = rebalancer.New(rebalancer.Options{
 		Store: store, Harvest: r.harvest, Clock: r.m, Core: o.core, Interval: 20 * time.Millisecond,
-		Backoff: 200 * time.Millisecond, Log: log,
+		Backoff: 200 * time.Millisecond, Log: log, Places: r.store,
 	})
 	must(err)
 	end("rebalancer", r.rb.Close)
@@ -696,6 +713,39 @@ func TestSwaps(t *testing.T) {
 	}
 	if s := r.store.Stats(); s.Swapped == 0 || copies != held {
 		t.Errorf("%d swaps; %d copies on peers, and %d handles", s.Swapped, copies, held)
+	}
+}
+
+// TestLentMemory: the hottest experts are resident in lent memory of the GPU, others follow when
+// use changes, and Worth is what they save there and what the next ones would.
+func TestLentMemory(t *testing.T) {
+	const places = 2 * rigLayers
+	r := newRig(t, rigOptions{machine: emulated.Options{Virtual: true}, places: places})
+	if w := r.rb.Worth(); len(w.Next) > 0 || len(w.Lent) > 0 {
+		t.Errorf("%+v before any use", w)
+	}
+	for range 2 {
+		r.hot += 3
+		r.steps(6*time.Second, false)
+		for l, homes := range r.store.Placed() {
+			for _, e := range []int{r.hot, r.hot + 1} {
+				if h := homes[(e+l)%rigExperts]; h.Tier != experts.Resident || !h.Lent {
+					t.Errorf("layer %d: hot expert %d is %+v", l, (e+l)%rigExperts, h)
+				}
+			}
+		}
+		w := r.rb.Worth()
+		if len(w.Lent) != places || len(w.Next) == 0 || !slices.IsSortedFunc(w.Next, func(a, b float64) int { return cmp.Compare(b, a) }) {
+			t.Fatalf("%+v", w)
+		}
+		for id, worth := range w.Lent {
+			if worth <= w.Next[0] {
+				t.Errorf("%v is worth %g s/s, and the next one %g", id, worth, w.Next[0])
+			}
+		}
+	}
+	if s := r.store.Stats(); s.MadeResident < 2*places || s.Offloaded < places || int64(r.rb.Counts().MadeResident) < s.MadeResident {
+		t.Errorf("%+v, %+v", s, r.rb.Counts())
 	}
 }
 
