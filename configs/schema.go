@@ -222,6 +222,10 @@ var Schema = []Key{
 		Help: "KV tiers as vLLM's option has them: an OffloadingConnector with kv_connector_extra_config (num_cpu_blocks or cpu_bytes_to_use, num_gpu_blocks, dest_gpu_id, eviction_policy, ...)",
 	},
 	{
+		Name: "kv-experts-share", Kind: String, Default: StaticShare, Allowed: []string{StaticShare, AutoShare}, Rare: true, Commands: onModel,
+		Help: "whether memory of the KV cache that is worth more to experts is lent to them (auto), or the shares are fixed (static)",
+	},
+	{
 		Name: "max-num-seqs", Kind: Int, Default: 64, Unit: "sequences", Min: 1, Max: 1 << 16, Commands: onSeqs,
 		Help: "maximum sequences that run in a batch",
 	},

@@ -80,7 +80,16 @@ type KV struct {
 	OffloadingBackend string  `mapstructure:"kv-offloading-backend"`
 	OffloadingSize    float64 `mapstructure:"kv-offloading-size"`
 	TransferConfig    string  `mapstructure:"kv-transfer-config"`
+	// ExpertsShare is StaticShare or AutoShare.
+	ExpertsShare string `mapstructure:"kv-experts-share"`
 }
+
+// Values of KV.ExpertsShare: the GPU's memory for KV blocks and for resident experts is fixed, or
+// follows what it is worth to either.
+const (
+	StaticShare = "static"
+	AutoShare   = "auto"
+)
 
 // Batch says how steps run.
 type Batch struct {

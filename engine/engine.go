@@ -23,6 +23,16 @@ type Stepper interface {
 	Step(ctx context.Context, s *pipeline.Step) (pipeline.Result, error)
 }
 
+// Lender lends memory of the KV cache that is worth more elsewhere, and takes it back.
+// *lending.Lender is one. The engine's goroutine calls its methods.
+type Lender interface {
+	// Turn is called between steps, before each is planned, with how many blocks the first waiting
+	// request needs if it waits for them, else 0, and the number of running sequences.
+	Turn(lacking, running int)
+	// Computed reports that so many tokens of prompts took so many seconds.
+	Computed(tokens int, seconds float64)
+}
+
 // Options of an engine.
 type Options struct {
 	// Pipeline runs the steps. KV manages the blocks of the KV cache that they use.
@@ -53,6 +63,8 @@ type Options struct {
 	PrefixCaching bool
 	// Offload keeps KV blocks in other tiers. Default: none.
 	Offload Offloader
+	// Lender lends memory of the KV cache to others. Default: none.
+	Lender Lender
 	// KeySalt is what the KV cache depends on besides tokens and their positions, such as its
 	// data type: blocks of engines with different salts have different keys.
 	KeySalt string
@@ -564,6 +576,9 @@ func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func
 func (e *Engine) runStep(ctx context.Context) (worked bool, err error) {
 	e.takeIn()
 	e.takeLoaded()
+	if e.o.Lender != nil {
+		e.o.Lender.Turn(e.sched.Lacking(), e.sched.Running())
+	}
 	plan := e.sched.Plan()
 	for _, id := range plan.Preempted {
 		q := e.seqs[id]
@@ -702,8 +717,8 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 	e.o.KV.Copied()
 	tokens, prefill := e.batch.tokens()
 	// Steps that mostly decode say little of how long prompts take.
-	if n := e.batch.promptTokens(); e.prefixes.tiers != nil && tries == 1 && n > 0 && 2*n >= tokens {
-		e.prefixes.tiers.Computed(n, (e.o.Clock() - began).Seconds())
+	if n := e.batch.promptTokens(); tries == 1 && n > 0 && 2*n >= tokens {
+		e.computed(n, (e.o.Clock() - began).Seconds())
 	}
 	e.mu.Lock()
 	e.state.Steps++
@@ -716,6 +731,16 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 	}
 	e.appendSampled(&res, e.o.Now())
 	return nil
+}
+
+// computed reports how long prompts take.
+func (e *Engine) computed(tokens int, seconds float64) {
+	if e.prefixes.tiers != nil {
+		e.prefixes.tiers.Computed(tokens, seconds)
+	}
+	if e.o.Lender != nil {
+		e.o.Lender.Computed(tokens, seconds)
+	}
 }
 
 // afterFailure prepares the batch to run again after an error: it ends the requests that

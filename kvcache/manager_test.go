@@ -468,7 +468,7 @@ func TestReuse(t *testing.T) {
 		x.Match(1)
 		x.Release(true)
 	}
-	want.LostHits, want.Lost = 1, 0
+	want.LostHits, want.LateHits, want.Lost = 1, 1, 0
 	if r := m.Reuse(); r != want {
 		t.Errorf("%+v, want %+v", r, want)
 	}

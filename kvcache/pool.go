@@ -128,6 +128,12 @@ func (p *Pool) Region(block int32) device.Region {
 	return p.memory.Region(int64(block)*n, n)
 }
 
+// Run is the memory of so many blocks with successive ids.
+func (p *Pool) Run(first int32, blocks int) device.Region {
+	n := p.shape.BlockBytes()
+	return p.memory.Region(int64(first)*n, int64(blocks)*n)
+}
+
 // View returns K and V of one layer, each a strided tensor of shape [blocks, block
 // tokens, kv heads, head dim].
 func (p *Pool) View(layer int) (k, v kernels.Tensor) {

@@ -7,8 +7,10 @@ type Reuse struct {
 	// them in the coldest quarter of the cache: which had been free for more than three quarters
 	// of the time after which blocks are evicted. Time is counted in blocks that became free.
 	Hits, ColdHits int64
-	// LostHits are blocks that would have been matched if there had been memory for Lost more.
-	LostHits int64
+	// LostHits are blocks that would have been matched if there had been memory for Lost more,
+	// and LateHits those among them that would have been with memory for MaxLost/4 more, since
+	// they were lost last.
+	LostHits, LateHits int64
 	// Lost is the number of blocks whose content was evicted last, or withdrawn, and is
 	// remembered by key, MaxLost its maximum.
 	Lost, MaxLost int
@@ -18,22 +20,23 @@ type Reuse struct {
 
 // reuse watches blocks that are free and have a key.
 type reuse struct {
-	hits, cold, lostHits int64
+	hits, cold, lostHits, lateHits int64
 	// clock counts blocks that became free with a key; freed is its value when a block did, by
 	// block. span is the age at which the last block was evicted; 0: none was.
 	clock, span int64
 	freed       []int64
-	// lost are the keys of blocks that were evicted, in a ring by the order of that.
-	lost map[Key]struct{}
+	// lost are the keys of blocks that were evicted, numbered in the order of that, which is also
+	// that of the ring.
+	lost map[Key]int64
 	ring []Key
-	next int
+	next int64
 }
 
 // newReuse returns one that remembers as many lost blocks as can be withdrawn.
 func newReuse(o ManagerOptions) reuse {
 	r := reuse{freed: make([]int64, o.Blocks), ring: make([]Key, o.Extents*o.ExtentBlocks)}
 	if len(r.ring) > 0 {
-		r.lost = make(map[Key]struct{}, len(r.ring))
+		r.lost = make(map[Key]int64, len(r.ring))
 	}
 	return r
 }
@@ -63,16 +66,18 @@ func (r *reuse) dropped(k Key) {
 	if len(r.ring) == 0 {
 		return
 	}
-	delete(r.lost, r.ring[r.next])
-	r.ring[r.next] = k
-	r.lost[k] = struct{}{}
-	r.next = (r.next + 1) % len(r.ring)
+	n := int64(len(r.ring))
+	at := &r.ring[r.next%n]
+	if number, ok := r.lost[*at]; ok && number == r.next-n { // and not lost again since
+		delete(r.lost, *at)
+	}
+	*at, r.lost[k] = k, r.next
+	r.next++
 }
 
 // forget forgets the lost keys.
 func (r *reuse) forget() {
 	clear(r.lost)
-	clear(r.ring)
 }
 
 // missed counts those of the first keys that no block has any more that were lost, in a row
@@ -86,18 +91,22 @@ func (m *Manager) missed(keys []Key) {
 		if _, ok := m.byKey[k]; ok {
 			continue
 		}
-		if _, ok := m.reuse.lost[k]; !ok {
+		number, ok := m.reuse.lost[k]
+		if !ok {
 			return
 		}
 		delete(m.reuse.lost, k)
 		m.reuse.lostHits++
+		if m.reuse.next-number <= int64(len(m.reuse.ring)/4) {
+			m.reuse.lateHits++
+		}
 	}
 }
 
 // Reuse returns the counts.
 func (m *Manager) Reuse() Reuse {
 	return Reuse{
-		Hits: m.reuse.hits, ColdHits: m.reuse.cold, LostHits: m.reuse.lostHits,
+		Hits: m.reuse.hits, ColdHits: m.reuse.cold, LostHits: m.reuse.lostHits, LateHits: m.reuse.lateHits,
 		Lost: len(m.reuse.lost), MaxLost: len(m.reuse.ring), Cached: m.cached, Empty: m.empty.n,
 	}
 }

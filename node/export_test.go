@@ -6,6 +6,7 @@ import (
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/harvest/reclaim"
+	"github.com/moeserve/moeserve/rebalancer/lending"
 )
 
 // Harvest returns the runtime that borrows memory, nil without peers.
@@ -16,6 +17,9 @@ func (n *Node) Harvest() *harvest.Runtime { return n.harvest }
 func ExchangeShares(ctx context.Context, n *Node, dir, except string) error {
 	return n.lender.exchange(ctx, reclaim.Client{Dir: dir, Except: except})
 }
+
+// KVLender returns what lends memory of the KV cache.
+func (n *Node) KVLender() *lending.Lender { return n.memory }
 
 // Store returns the experts.
 func (n *Node) Store() *experts.Store { return n.store }

@@ -22,9 +22,11 @@ import (
 	"github.com/moeserve/moeserve/node/fault"
 	"github.com/moeserve/moeserve/node/observe"
 	"github.com/moeserve/moeserve/node/planning"
+	"github.com/moeserve/moeserve/node/sizing"
 	"github.com/moeserve/moeserve/pipeline"
 	"github.com/moeserve/moeserve/planner"
 	"github.com/moeserve/moeserve/rebalancer"
+	"github.com/moeserve/moeserve/rebalancer/lending"
 	"github.com/moeserve/moeserve/transfer"
 )
 
@@ -130,7 +132,8 @@ type Node struct {
 	transfer *transfer.Engine
 	store    *experts.Store
 	kv       *kvcache.Manager
-	tiers    *offload.Tiers // nil without KV tiers
+	tiers    *offload.Tiers  // nil without KV tiers
+	memory   *lending.Lender // nil where the KV cache lends nothing to experts
 	pipe     *pipeline.Pipeline
 	steps    stepper
 	engine   *engine.Engine
@@ -186,7 +189,7 @@ func Open(ctx context.Context, o Options) (_ *Node, err error) {
 		}
 		o.Log.Log(ctx, level, "computing on the CPU, with emulated devices", "err", why)
 	}
-	load, err := n.assemble(ctx, u, fit.Blocks)
+	load, err := n.assemble(ctx, u, fit)
 	if err != nil {
 		return nil, err
 	}
@@ -212,7 +215,7 @@ func (n *Node) describe(u *setup) error {
 
 // assemble allocates memory, loads the weights and starts the parts that use them. It returns
 // how long allocation and loading took.
-func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Duration, err error) {
+func (n *Node) assemble(ctx context.Context, u *setup, fit sizing.KVFit) (load time.Duration, err error) {
 	start := time.Now()
 	d, o := u.devices, u.o
 	n.machine = d.Machine
@@ -246,12 +249,12 @@ func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Du
 		// Closed before the store, which is notified of every revocation.
 		n.started(n.closeHarvest)
 	}
-	pool, err := kvcache.NewPool(kvcache.PoolOptions{Machine: n.machine, Space: u.kvSpace(), Shape: u.needs.KV, Blocks: blocks})
+	pool, err := kvcache.NewPool(kvcache.PoolOptions{Machine: n.machine, Space: u.kvSpace(), Shape: u.needs.KV, Blocks: fit.Blocks})
 	if err != nil {
 		return 0, fault.Of(fault.ErrDevice, err)
 	}
 	n.started(pool.Close)
-	if n.kv, err = kvcache.NewManager(kvcache.ManagerOptions{Blocks: blocks, BlockTokens: u.needs.KV.BlockTokens}); err != nil {
+	if n.kv, err = u.newKV(fit); err != nil {
 		return 0, fault.Of(fault.ErrConfig, err)
 	}
 	if err := checkpoint.Load(ctx, checkpoint.LoadOptions{
@@ -272,6 +275,9 @@ func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Du
 		return 0, fault.Of(fault.ErrDevice, err)
 	}
 	n.started(n.pipe.Close)
+	if err := n.openLender(u, pool); err != nil {
+		return 0, err
+	}
 	n.steps = stepper{n.pipe, n.machine, n.kv, d.Trace()}
 	if err := n.warm(ctx, d.Backend, groups[0]); err != nil {
 		return 0, fault.Of(fault.ErrDevice, fmt.Errorf("node: warm up GEMMs: %w", err))
@@ -297,13 +303,16 @@ func (n *Node) assemble(ctx context.Context, u *setup, blocks int) (load time.Du
 	if n.tiers != nil {
 		eo.Offload = n.tiers
 	}
+	if n.memory != nil {
+		eo.Lender = n.memory
+	}
 	if n.engine, err = engine.New(eo); err != nil {
 		return 0, fault.Of(fault.ErrConfig, err)
 	}
 	n.started(n.engine.Close)
 	n.observer = observe.New(observe.Parts{
 		Model: n.info.Name, Backend: d.Backend.Name(), Machine: n.machine, Space: d.Space, Store: n.store, Transfer: n.transfer,
-		Pipeline: n.pipe, Engine: n.engine, Tiers: n.tiers, Harvest: n.harvest, Rebalancer: n.balance, Peers: u.peerDevices(),
+		Pipeline: n.pipe, Engine: n.engine, Tiers: n.tiers, Lender: n.memory, Harvest: n.harvest, Rebalancer: n.balance, Peers: u.peerDevices(),
 		Dynamic: u.needs.Plan.Dynamic, LoadTime: load,
 	})
 	return load, nil

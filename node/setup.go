@@ -58,7 +58,10 @@ func newSetup(o *Options, model *checkpoint.Model) (_ *setup, err error) {
 		}
 	}
 	u := &setup{o: o, settings: o.Settings, model: model}
-	if u.kvTiers, err = kvTiers(s, o.given()); err != nil {
+	if u.kvTiers, err = kvTiers(s, o.given()); err == nil {
+		err = u.checkShare()
+	}
+	if err != nil {
 		return nil, fault.Of(fault.ErrConfig, err)
 	}
 	if u.devices, err = devices.Open(devices.Options{

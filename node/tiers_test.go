@@ -43,11 +43,14 @@ type tierCase struct {
 	lax    bool
 	fences uint32
 	seed   uint64
+	// lends: the KV cache is small, has tiers or not, and lends memory to experts and gets it back
+	// between any two steps.
+	lends bool
 }
 
 func (c tierCase) String() string {
-	return fmt.Sprintf("%s fraction=%v tier=%s policy=%s peers=%s adapt=%t ring=%d trace=%s trouble=%s schedule=%d lax=%t fences=%#x seed=%d",
-		c.model, c.fraction, c.tier, c.policy, c.peers, c.adapt, c.ring, c.trace, c.trouble, c.schedule, c.lax, c.fences, c.seed)
+	return fmt.Sprintf("%s fraction=%v tier=%s policy=%s peers=%s adapt=%t ring=%d trace=%s trouble=%s schedule=%d lax=%t fences=%#x seed=%d lends=%t",
+		c.model, c.fraction, c.tier, c.policy, c.peers, c.adapt, c.ring, c.trace, c.trouble, c.schedule, c.lax, c.fences, c.seed, c.lends)
 }
 
 // troubles: a revocation of everything now and then, at any point of what is under
@@ -67,7 +70,7 @@ func anyTierCase(rng *rand.Rand) tierCase {
 		policy: pick("best-fit", "locality", "fairness", "interference", "stability"), peers: pick("1", "1,2", "auto"),
 		adapt: rng.IntN(3) == 0, ring: 1 + rng.IntN(2), trace: pick("none", "none", "saw", "generated"), trouble: pick(troubles...),
 		schedule: emulated.Schedule(rng.IntN(4) - 1), seed: rng.Uint64() % 1000,
-		lax: rng.IntN(2) == 0, fences: fenceStarts[rng.IntN(len(fenceStarts))],
+		lax: rng.IntN(2) == 0, fences: fenceStarts[rng.IntN(len(fenceStarts))], lends: rng.IntN(2) == 0,
 	}
 	if c.fraction == 1 {
 		c.adapt = false
@@ -107,6 +110,8 @@ type outcome struct {
 	experts observe.Experts
 	harvest observe.Harvest
 	retried int64
+	// lent are the extents of the KV cache that were lent, and preempted the sequences.
+	lent, preempted int64
 }
 
 // runTiers runs the requests, all at once and then two of them alone, for which only routed
@@ -137,6 +142,9 @@ func runTiers(t *testing.T, c tierCase) outcome {
 	if c.lax {
 		o.TimeFailures = 0.2
 	}
+	if c.lends {
+		lendKV(&s, c.seed)
+	}
 	m, err := emulated.New(o)
 	if err != nil {
 		t.Fatal(err)
@@ -154,6 +162,14 @@ func runTiers(t *testing.T, c tierCase) outcome {
 			}
 			if c.adapt { // beside the rebalancer, which has seen few uses
 				swapAny(t, n.Store(), swaps)
+			}
+			if c.lends {
+				n.KVLender().Move(swaps.IntN(7) - 3)
+				for range 3 {
+					p := n.Store().Plan()
+					id := experts.ID{Layer: swaps.IntN(len(p.Layers)), Expert: swaps.IntN(p.Experts)}
+					_ = n.Store().MakeResident(id) // it may be already, or have no place
+				}
 			}
 		}},
 	})
@@ -180,7 +196,20 @@ func runTiers(t *testing.T, c tierCase) outcome {
 	if err != nil {
 		t.Fatalf("%v: %v", c, err)
 	}
-	return outcome{digest(outs), n.Observe().Experts(), n.Observe().Harvest(), n.Engine().State().Retried}
+	state := n.Engine().State()
+	return outcome{digest(outs), n.Observe().Experts(), n.Observe().Harvest(), state.Retried, n.Observe().Lending().ToExperts, state.Preemptions}
+}
+
+// lendKV makes the KV cache small, with or without tiers below it, and has it lend memory.
+func lendKV(s *configs.Settings, seed uint64) {
+	s.KV.ExpertsShare, s.KV.MaxModelLen, s.KV.BlockSize = configs.AutoShare, 128, 8
+	s.KV.NumGPUBlocksOverride = 16 + 12 + int(seed%40)
+	switch seed % 3 {
+	case 0:
+		s.KV.TransferConfig = `{"kv_connector_extra_config": {"num_cpu_blocks": 20}}`
+	case 1:
+		s.KV.TransferConfig = `{"kv_connector_extra_config": {"num_gpu_blocks": 10, "num_cpu_blocks": 6, "block_size_factor": 2}}`
+	}
 }
 
 // swapAny swaps a resident expert and an offloaded one of the same layer.
@@ -294,13 +323,16 @@ func TestSameTokensOverTiers(t *testing.T) {
 		count("used prefetches", got.experts.PrefetchUsed > 0)
 		count("swapped", got.experts.Swapped > 0)
 		count("steps run again, lax", got.retried > 0 && c.lax)
+		count("lent", got.lent > 0)
+		count("resident in lent memory", got.experts.MadeResident > 0)
+		count("preempted", got.preempted > 0)
 		for reason, n := range got.harvest.Revocations {
 			count(reason, n > 0)
 		}
 	}
 	t.Logf("%d cases: %v", cases, seen)
 	for _, what := range []string{
-		"from peers", "from peers and host", "steps run again", "used prefetches", "swapped", "steps run again, lax",
+		"from peers", "from peers and host", "steps run again", "used prefetches", "swapped", "steps run again, lax", "lent", "resident in lent memory", "preempted",
 		harvest.ReasonPressure.String(), harvest.ReasonExternal.String(), harvest.ReasonUnhealthy.String(),
 	} {
 		if seen[what] == 0 {

@@ -24,17 +24,21 @@ import (
 // --offload-tier=peer it promotes all offloaded experts to peers first.
 func (n *Node) openRebalancer(ctx context.Context, u *setup) error {
 	plan := &u.needs.Plan
-	if n.lending(u) == nil && !plan.Dynamic {
+	if n.lending(u) == nil && !plan.Dynamic && !u.shares() {
 		return nil
 	}
 	limit, err := u.settings.Harvest.ParseMigrationLimit()
 	if err != nil {
 		return fault.Of(fault.ErrConfig, err)
 	}
-	n.balance, err = rebalancer.New(rebalancer.Options{
+	o := rebalancer.Options{
 		Store: n.store, Harvest: n.lending(u), Clock: n.machine, Log: n.log,
 		Core: rebalancer.CoreOptions{MigrationLimit: limit},
-	})
+	}
+	if u.shares() {
+		o.Places = n.store
+	}
+	n.balance, err = rebalancer.New(o)
 	if err != nil {
 		return fault.Of(fault.ErrDevice, err)
 	}

@@ -12,6 +12,7 @@ import (
 	"github.com/moeserve/moeserve/metrics"
 	"github.com/moeserve/moeserve/pipeline"
 	"github.com/moeserve/moeserve/rebalancer"
+	"github.com/moeserve/moeserve/rebalancer/lending"
 	"github.com/moeserve/moeserve/transfer"
 )
 
@@ -27,6 +28,7 @@ type Parts struct {
 	Pipeline       *pipeline.Pipeline
 	Engine         *engine.Engine
 	Tiers          *offload.Tiers         // nil without KV tiers
+	Lender         *lending.Lender        // nil where the KV cache lends nothing to experts
 	Harvest        *harvest.Runtime       // nil without peers
 	Rebalancer     *rebalancer.Rebalancer // nil where nothing can move
 	// Peers are the peers that may be borrowed from.
@@ -103,6 +105,7 @@ func (o *Observer) Collectors(model string) []metrics.Collector {
 		collector[Pipeline]{o.Pipeline},
 		collector[Harvest]{o.Harvest},
 		collector[modelTiers]{func() modelTiers { return modelTiers{model, o.KVTiers()} }},
+		collector[Lending]{o.Lending},
 	}
 }
 

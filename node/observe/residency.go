@@ -36,13 +36,21 @@ type KVResidency struct {
 	UsedBlocks  int `json:"used_blocks"`
 	Blocks      int `json:"blocks"`
 	BlockTokens int `json:"block_tokens"`
+	// Lent is memory of the KV cache that experts have; Blocks do not count it. Nil where
+	// --kv-experts-share is static.
+	Lent *Lending `json:"lent,omitempty"`
 	KVTiers
 }
 
 // KV takes stock of KV blocks. It may be called while requests run.
 func (o *Observer) KV() KVResidency {
 	s := o.p.Engine.State()
-	return KVResidency{UsedBlocks: s.KVUsedBlocks, Blocks: s.KVBlocks, BlockTokens: s.BlockTokens, KVTiers: o.KVTiers()}
+	r := KVResidency{UsedBlocks: s.KVUsedBlocks, Blocks: s.KVBlocks, BlockTokens: s.BlockTokens, KVTiers: o.KVTiers()}
+	if o.p.Lender != nil {
+		l := o.Lending()
+		r.Lent = &l
+	}
+	return r
 }
 
 // Residency takes stock. It may be called while requests run.

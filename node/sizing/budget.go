@@ -79,8 +79,9 @@ type KVDemand struct {
 	ModelPositions int
 	// MaxNumSeqs is the maximum number of concurrent sequences.
 	MaxNumSeqs int
-	// Blocks is the requested number; 0: what the sequences can use, within the room.
-	Blocks int
+	// Blocks is the requested number; 0: what the sequences can use, and Lendable more, within the
+	// room.
+	Blocks, Lendable int
 }
 
 // KVFit is a KV cache that fits: its blocks, and the maximum length of a sequence in tokens.
@@ -89,7 +90,7 @@ type KVFit struct {
 }
 
 // Fit sizes the cache: at least one sequence of the requested length, and no more than
-// MaxNumSeqs of them can use.
+// MaxNumSeqs of them can use, beside what is Lendable.
 func (d KVDemand) Fit() (KVFit, error) {
 	if err := checkLength(d.MaxModelLen, d.ModelPositions); err != nil {
 		return KVFit{}, err
@@ -117,7 +118,7 @@ func (d KVDemand) Fit() (KVFit, error) {
 		length = int(limit) * d.BlockTokens
 		perSeq = limit
 	}
-	blocks := min(limit, perSeq*int64(d.MaxNumSeqs))
+	blocks := min(limit, perSeq*int64(d.MaxNumSeqs)+int64(d.Lendable))
 	if d.Blocks > 0 {
 		blocks = limit
 	}

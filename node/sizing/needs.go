@@ -92,9 +92,34 @@ func (w *Needs) Fit(maxNumSeqs int, kv configs.KV) (KVFit, error) {
 		room = int64(HostKVShare * float64(onHost))
 	}
 	return KVDemand{
-		Room: room, BlockBytes: w.KV.BlockBytes(), BlockTokens: w.KV.BlockTokens,
+		Lendable: w.lendable(kv), Room: room, BlockBytes: w.KV.BlockBytes(), BlockTokens: w.KV.BlockTokens,
 		MaxModelLen: kv.MaxModelLen, ModelPositions: w.positions, MaxNumSeqs: maxNumSeqs, Blocks: kv.NumGPUBlocksOverride,
 	}.Fit()
+}
+
+// ExtentBlocks is the number of successive KV blocks that hold an expert, wherever they begin.
+func (w *Needs) ExtentBlocks() int {
+	block, bytes := w.KV.BlockBytes(), w.Plan.Layout.Size
+	if block%device.Alignment != 0 {
+		bytes += device.Alignment
+	}
+	return int((bytes + block - 1) / block)
+}
+
+// lendable is the number of KV blocks that experts could use if they were lent all: those of the
+// offloaded experts.
+func (w *Needs) lendable(kv configs.KV) int {
+	if kv.ExpertsShare != configs.AutoShare || w.kvOnHost {
+		return 0
+	}
+	return w.Plan.OffloadedExperts * w.ExtentBlocks()
+}
+
+// Extents is the number of extents, of ExtentBlocks each, that the KV cache may lend to experts:
+// what is left beside a sequence of maximum length.
+func (w *Needs) Extents(fit KVFit, kv configs.KV) int {
+	n := min(w.lendable(kv), fit.Blocks-w.KV.BlocksFor(fit.MaxModelLen))
+	return max(n, 0) / w.ExtentBlocks()
 }
 
 // Together refuses needs that fit emulated devices one by one but not this machine, which
