@@ -141,7 +141,9 @@ func (p *places) lentTo(id ID) *LentPlace {
 	return nil
 }
 
-// bring starts to copy an offloaded expert to a free place.
+// bring starts to copy an offloaded expert to a free place. The copy has the priority of what a step
+// waits for: where fetches keep the link busy all the time one of lower priority would never end, and
+// each expert that has come makes them fewer. The rebalancer limits the rate of these copies.
 func (p *places) bring(id ID, e *transfer.Engine, label fmt.Stringer) error {
 	i := slices.IndexFunc(p.lent, (*LentPlace).free)
 	switch {
@@ -155,7 +157,7 @@ func (p *places) bring(id ID, e *transfer.Engine, label fmt.Stringer) error {
 	x := p.lent[i]
 	x.done.Value++
 	ticket, err := e.Submit(transfer.Request{
-		Src: p.hostRegion(id), Dst: x.region, Priority: transfer.Rebalance, Done: x.done, Label: label,
+		Src: p.hostRegion(id), Dst: x.region, Priority: transfer.Demand, Done: x.done, Label: label,
 	})
 	if err != nil {
 		return err

@@ -13,6 +13,7 @@ import (
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/metrics"
 	"github.com/moeserve/moeserve/pipeline"
+	"github.com/moeserve/moeserve/rebalancer/lending"
 	"github.com/moeserve/moeserve/transfer"
 )
 
@@ -20,7 +21,7 @@ import (
 func TestCollect(t *testing.T) {
 	e := Experts{Tiers: map[experts.Tier]int{experts.Resident: 6, experts.Peer: 1, experts.Host: 1}, ResidentExperts: 6, Stats: experts.Stats{
 		Uses: experts.ByTier{experts.Resident: 5, experts.Peer: 4}, Hits: 21, Misses: 22, Prefetched: 23, Fetched: experts.FetchedBytes{experts.Host: 6},
-		Promoted: 9, Demoted: 2, Revoked: 3, Swapped: 8, MigratedBytes: 10, PrefetchPredicted: 11, PrefetchUsed: 12,
+		Promoted: 9, Demoted: 2, Revoked: 3, Swapped: 8, MigratedBytes: 10, MadeResident: 13, Offloaded: 14, PrefetchPredicted: 11, PrefetchUsed: 12,
 	}}
 	l := Links{
 		{PathStats: transfer.PathStats{From: device.Host, To: device.HBM(0), Bytes: 8, Busy: 1500 * time.Millisecond}},
@@ -43,6 +44,8 @@ moeserve_expert_hits_total 21
 moeserve_expert_migration_bytes_total 10
 moeserve_expert_misses_total 22
 moeserve_expert_moves_total{move="demoted"} 2
+moeserve_expert_moves_total{move="made_resident"} 13
+moeserve_expert_moves_total{move="offloaded"} 14
 moeserve_expert_moves_total{move="promoted"} 9
 moeserve_expert_moves_total{move="revoked"} 3
 moeserve_expert_moves_total{move="swapped"} 8
@@ -80,6 +83,15 @@ moeserve_harvest_revocations_total{client="kv",reason="pressure"} 15
 moeserve_harvest_revocations_total{client="kv",reason="shutdown"} 0
 moeserve_harvest_revocations_total{client="kv",reason="unhealthy"} 0
 `},
+		{collector[Lending]{func() Lending {
+			return Lending{lending.Stats{Extents: 9, ExtentBytes: 10, Lent: 3, Withdrawing: 1, Returning: 2, ToExperts: 20, ToKV: 14}}
+		}}, `moeserve_kv_lent_bytes{state="lent"} 30
+moeserve_kv_lent_bytes{state="returning"} 20
+moeserve_kv_lent_bytes{state="withdrawing"} 10
+moeserve_kv_lent_moves_bytes_total{to="experts"} 200
+moeserve_kv_lent_moves_bytes_total{to="kv"} 140
+`},
+		{collector[Lending]{func() Lending { return Lending{} }}, ""},
 		{collector[Pipeline]{func() Pipeline { return p }}, `moeserve_graph_captures_total 17
 moeserve_graph_launches_total 18
 moeserve_stall_seconds_total{cause="cpu-attention"} 0

@@ -5,6 +5,9 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/planner"
 )
 
@@ -36,6 +39,8 @@ func TestKVFit(t *testing.T) {
 	}{
 		{"as much as the sequences can use", func(*KVDemand) {}, KVFit{Blocks: 40, MaxModelLen: 320}, ""},
 		{"all the room", func(d *KVDemand) { d.MaxNumSeqs = 64 }, KVFit{Blocks: 100, MaxModelLen: 320}, ""},
+		{"as much as the sequences can use, and what can be lent", func(d *KVDemand) { d.Lendable = 30 }, KVFit{Blocks: 70, MaxModelLen: 320}, ""},
+		{"no more than the room", func(d *KVDemand) { d.Lendable = 61 }, KVFit{Blocks: 100, MaxModelLen: 320}, ""},
 		{"a requested length", func(d *KVDemand) { d.MaxModelLen = 33 }, KVFit{Blocks: 6, MaxModelLen: 33}, ""},
 		{"requested blocks", func(d *KVDemand) { d.Blocks = 50 }, KVFit{Blocks: 50, MaxModelLen: 320}, ""},
 		{"the length is what fits", func(d *KVDemand) { d.Room = 70 }, KVFit{Blocks: 7, MaxModelLen: 112}, ""},
@@ -53,6 +58,31 @@ func TestKVFit(t *testing.T) {
 		}
 		if c.err != "" && (err == nil || !strings.Contains(err.Error(), c.err)) {
 			t.Errorf("%s: error %v; want %q in it", c.name, err, c.err)
+		}
+	}
+}
+
+// Extents hold an expert each, wherever blocks begin, beside a sequence of maximum length.
+func TestExtents(t *testing.T) {
+	for _, c := range []struct {
+		expert              int64
+		headDim, offloaded  int
+		blocks              int
+		share               string
+		extents, blocksEach int
+	}{
+		{4096, 16, 9, 20, configs.AutoShare, 5, 2}, // blocks of 2 KiB, 10 of them for a sequence
+		{4096, 16, 9, 20, configs.StaticShare, 0, 2},
+		{4096, 16, 3, 20, configs.AutoShare, 3, 2}, // no more than are offloaded
+		{4097, 16, 9, 20, configs.AutoShare, 3, 3},
+		{4096, 16, 9, 11, configs.AutoShare, 0, 2},
+		{4096, 15, 9, 20, configs.AutoShare, 3, 3}, // blocks of 1,920 bytes, which are not aligned
+	} {
+		w := Needs{KV: kvcache.Shape{Layers: 1, KVHeads: 1, HeadDim: c.headDim, DType: kernels.F32}.EnsureDefaults()}
+		w.Plan.Layout.Size, w.Plan.OffloadedExperts = c.expert, c.offloaded
+		fit := KVFit{Blocks: c.blocks, MaxModelLen: 160}
+		if n, each := w.Extents(fit, configs.KV{ExpertsShare: c.share}), w.ExtentBlocks(); n != c.extents || each != c.blocksEach {
+			t.Errorf("%+v: %d extents of %d blocks", c, n, each)
 		}
 	}
 }

@@ -140,8 +140,10 @@ func (c *Core) lend(v *View, now time.Duration) (n int) {
 	free, empty := v.Free-c.reserve(v), v.Reuse.Empty-c.reserve(v)
 	for i := ahead; i < min(len(v.Next), c.o.Ahead) && free >= c.o.ExtentBlocks+v.Least.Busy; i++ {
 		gain := v.Next[i] * v.Exposed
+		// Empty blocks are worth what comes back to them of what was lost.
 		lost := min(max(c.o.ExtentBlocks-empty, 0), c.o.ExtentBlocks)
-		loss := float64(lost) * c.cold.PerSecond() * v.BlockSeconds
+		wanted := min(max(c.o.ExtentBlocks-lost-(empty-v.Reuse.Lost), 0), c.o.ExtentBlocks-lost)
+		loss := (float64(lost)*max(c.cold.PerSecond(), c.wanted()) + float64(wanted)*c.wanted()) * v.BlockSeconds
 		// Of the blocks that are dropped now some are computed again, at most once.
 		again := float64(min(lost, v.Least.Cached)) * min(1, c.all.PerSecond()*harvest.Horizon.Seconds()) * v.BlockSeconds
 		if gain <= c.o.Factor*loss || (gain-loss)*harvest.Horizon.Seconds() <= v.Fetch+again {

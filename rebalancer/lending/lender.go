@@ -269,8 +269,8 @@ func (l *Lender) view(lacking, running int, now time.Duration) View {
 		if x.place != nil {
 			if s := l.o.Store.PlaceState(x.place); s.Occupied {
 				e.Free, e.Worth = false, w.Lent[s.Expert]
-				if s.Moving { // it was chosen for its worth
-					e.Worth = math.Inf(1)
+				if s.Moving && len(w.Next) > 0 { // it was chosen before the next one
+					e.Worth = w.Next[0]
 				}
 			}
 		}
@@ -327,6 +327,7 @@ func (l *Lender) Stats() Stats {
 
 // Close takes all memory back. It waits for copies of experts to it.
 func (l *Lender) Close() error {
+	defer l.count()
 	for _, x := range l.loans {
 		x.back = true
 	}
