@@ -111,6 +111,7 @@ func TestResultsAreReported(t *testing.T) {
 // /debug/residency.
 func TestServerIsReported(t *testing.T) {
 	p := startServe(t, "--emulate", "hbm=256MiB", "--offload-fraction", "0.5", "--offload-tier", "peer",
+		"--kv-experts-share", "auto", "--max-model-len", "128",
 		"--kv-transfer-config", `{"kv_connector_extra_config": {"num_gpu_blocks": 64, "num_cpu_blocks": 64, "num_file_blocks": 64, "directory": "`+t.TempDir()+`"}}`)
 	for range 3 {
 		if answer, err := io.ReadAll(p.post(t, "/v1/completions", `{"prompt": "sort: t h e m o e =", "temperature": 0}`).Body); err != nil || !strings.Contains(string(answer), "e e h m o t") {
