@@ -49,10 +49,13 @@ type clock time.Duration
 
 func (c *clock) Now() time.Duration { return time.Duration(*c) }
 
-func options(t interface {
+// tester is of package testing or of rapid.
+type tester interface {
 	Fatal(...any)
 	Cleanup(func())
-}, blocks, extents, size int) (lending.Options, *slowStore, *clock) {
+}
+
+func options(t tester, blocks, extents, size int) (lending.Options, *slowStore, *clock) {
 	m, err := emulated.New(emulated.Options{Virtual: true, NoData: true})
 	if err != nil {
 		t.Fatal(err)
