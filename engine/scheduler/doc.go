@@ -30,6 +30,8 @@
 //     beside those that admitted prompts have yet to take, and no sequence was preempted or
 //     lacked a block in this step. None is admitted before those that come first, but for
 //     those that wait for content on its way.
+//   - A sequence that waits for room is matched again only where blocks that were released, or have
+//     become shared, may suffice; one that waits for content is cheap to ask.
 //   - When a running sequence lacks a block, the last running sequence is preempted:
 //     it releases its blocks, waits in its place in the order, and computes what the KV cache
 //     then no longer holds of its tokens again. The first running sequence is never preempted
