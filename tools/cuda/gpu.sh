@@ -76,7 +76,7 @@ build() {
   gcc -O1 -Wall -Wextra -Werror -shared -fPIC -o "$work/lose.so" tools/cuda/lose.c -ldl -pthread
   gcc -O2 -Wall -Wextra -Werror -fvisibility=hidden -shared -fPIC -o "$work/reclaim.so" preload/reclaim.c -ldl
   # They have much in common, which one archive with a large dictionary holds once.
-  tar -cf - -C "$work" --sort=name . | xz --lzma2=preset=4,dict=192MiB >"$out/bundle.tar.xz"
+  tar -cf - -C "$work" --sort=name . | xz --lzma2=preset=2,dict=192MiB >"$out/bundle.tar.xz"
   du -h "$out/bundle.tar.xz"
 }
 
