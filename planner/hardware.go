@@ -317,12 +317,13 @@ func (h Hardware) Validate() error {
 	return nil
 }
 
-// HostCopySeconds is the time of one copy from host memory over a number of paths.
-func (h Hardware) HostCopySeconds(bytes int64, paths int) float64 {
-	return h.HostCopyLatency + float64(bytes)/h.HostToGPU[paths-1]
+// HostCopySeconds is the time of one copy from host memory over a number of paths, of batch that
+// are one operation of the device.
+func (h Hardware) HostCopySeconds(bytes int64, paths, batch int) float64 {
+	return h.HostCopyLatency/float64(max(1, batch)) + float64(bytes)/h.HostToGPU[paths-1]
 }
 
-// PeerCopySeconds is the time of one copy from a peer.
-func (h Hardware) PeerCopySeconds(bytes int64) float64 {
-	return h.PeerCopyLatency + float64(bytes)/h.PeerToGPU
+// PeerCopySeconds is the same of one copy from a peer.
+func (h Hardware) PeerCopySeconds(bytes int64, batch int) float64 {
+	return h.PeerCopyLatency/float64(max(1, batch)) + float64(bytes)/h.PeerToGPU
 }

@@ -43,10 +43,10 @@ func TestCopySeconds(t *testing.T) {
 		{1.0 / 16, 8.6, 9.5}, {1, 26, 12}, {4, 83, 20}, {16.5, 319, 55}, {150, 2839, 407}, {336, 6371, 900},
 	} {
 		n := int64(c.mib * (1 << 20))
-		if host := 1e6 * h.HostCopySeconds(n, 1); !near(host, c.host, 0.04) {
+		if host := 1e6 * h.HostCopySeconds(n, 1, 1); !near(host, c.host, 0.04) {
 			t.Errorf("%v MiB from the host: %.1f us, measured %v", c.mib, host, c.host)
 		}
-		if peer := 1e6 * h.PeerCopySeconds(n); !near(peer, c.peer, 0.04) {
+		if peer := 1e6 * h.PeerCopySeconds(n, 1); !near(peer, c.peer, 0.04) {
 			t.Errorf("%v MiB from a peer: %.1f us, measured %v", c.mib, peer, c.peer)
 		}
 	}

@@ -21,6 +21,9 @@ type Problem struct {
 	// BothLinks: experts in peer memory are fetched over the links of peers and host, cut
 	// so that both end together, and not over the peers' alone.
 	BothLinks bool
+	// HostBatch and PeerBatch are how many experts from the host, and from a peer, are copied by
+	// one operation of the device, which has one latency. Default: 1.
+	HostBatch, PeerBatch int
 }
 
 // normalized checks the problem and fills in its defaults.
@@ -241,9 +244,9 @@ func (p *Problem) fetch(x *Policy, share float64) (host, peer float64) {
 // is fetched from a peer, and on these when it is fetched from the host.
 func (p *Problem) expertSeconds(x *Policy) (fromHost, fromPeer, relayed float64) {
 	h := &p.Hardware
-	fromHost = h.HostCopySeconds(p.Sizes.Expert, x.HostPaths)
+	fromHost = h.HostCopySeconds(p.Sizes.Expert, x.HostPaths, p.HostBatch)
 	if h.PeerToGPU > 0 {
-		fromPeer = h.PeerCopySeconds(p.Sizes.Expert)
+		fromPeer = h.PeerCopySeconds(p.Sizes.Expert, p.PeerBatch)
 	}
 	if x.HostPaths > 1 {
 		relayed = p.relayed(x.HostPaths, float64(p.Sizes.Expert))

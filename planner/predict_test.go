@@ -60,7 +60,7 @@ func TestPredictMeetsRooflines(t *testing.T) {
 			share := 0.01
 			if c.fraction > 0 {
 				expert := p.Model.ExpertBytes()
-				share += max(p.Hardware.PeerCopyLatency/p.Hardware.PeerCopySeconds(expert), p.Hardware.HostCopyLatency/p.Hardware.HostCopySeconds(expert, 1))
+				share += max(p.Hardware.PeerCopyLatency/p.Hardware.PeerCopySeconds(expert, 1), p.Hardware.HostCopyLatency/p.Hardware.HostCopySeconds(expert, 1, 1))
 			}
 			if want := row.tokS[column]; r.DecodeTokS > want*1.01 || r.DecodeTokS < want*(1-share) {
 				t.Errorf("%s, %d tokens in %d groups, column %d: %.5g tokens/s, the roofline is %.5g", row.model, row.rows, row.groups, column, r.DecodeTokS, want)
@@ -134,7 +134,7 @@ func TestSplit(t *testing.T) {
 	p := problem(t, "mixtral-8x7b", "h200")
 	x := offload(t, p, Policy{Batch: 4536}, 1, configs.AnyTier)
 	r := predict(t, p, x)
-	one := p.Hardware.HostCopySeconds(p.Model.ExpertBytes(), 1)
+	one := p.Hardware.HostCopySeconds(p.Model.ExpertBytes(), 1, 1)
 	if math.Abs(r.Decode.HostLink-r.Decode.PeerLink) > one {
 		t.Errorf("links end at %v and %v s", r.Decode.HostLink, r.Decode.PeerLink)
 	}

@@ -34,8 +34,7 @@ type Options struct {
 	// 80 us; half a chunk where the topology has no rate.
 	Window time.Duration
 	// BatchBelow is the mean size of the pieces of a chunk below which they are copied as one
-	// batch. Larger ones are copied one by one, as the planner predicts of experts. Default:
-	// 8 MiB.
+	// batch: the larger they are, the less each one's latency weighs. Default: 32 MiB.
 	BatchBelow int64
 	// Kernel copies small pieces, where it is faster than the copy engines. Default: none.
 	Kernel *Kernel
@@ -49,7 +48,7 @@ type Options struct {
 
 const (
 	minChunkBytes     = 8 << 20
-	defaultBatchBelow = 8 << 20
+	defaultBatchBelow = 32 << 20
 	defaultChunkTime  = 160 * time.Microsecond
 	defaultDepth      = 2
 	defaultWindow     = 80 * time.Microsecond
@@ -275,13 +274,27 @@ func (e *Engine) link(pair device.Pair) (*link, error) {
 func (o *Options) dispatched(pair device.Pair, rate float64) dispatch.Link {
 	l := dispatch.Link{From: pair.From, To: pair.To, ChunkBytes: o.ChunkBytes, Depth: o.Depth}
 	if l.ChunkBytes == 0 {
-		l.ChunkBytes = max(minChunkBytes, int64(rate*defaultChunkTime.Seconds())>>20<<20)
+		l.ChunkBytes = defaultChunkBytes(rate)
 	}
 	if l.WindowBytes = l.ChunkBytes / 2; rate > 0 {
 		l.WindowBytes = int64(math.Ceil(rate * o.Window.Seconds()))
 	}
 	l.WindowBytes = min(l.WindowBytes, int64(l.Depth-1)*l.ChunkBytes)
 	return l
+}
+
+func defaultChunkBytes(rate float64) int64 {
+	return max(minChunkBytes, int64(rate*defaultChunkTime.Seconds())>>20<<20)
+}
+
+// PerBatch is how many of many pieces of a size, in bytes, are one operation of the device on a
+// path of a rate, in bytes per second, with default options: they have one latency. 1: each is by
+// itself.
+func PerBatch(rate float64, bytes int64) int {
+	if bytes >= defaultBatchBelow {
+		return 1
+	}
+	return int(max(1, defaultChunkBytes(rate)/bytes))
 }
 
 // findLink returns the link of the pair, nil before its first request.

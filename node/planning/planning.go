@@ -155,7 +155,9 @@ func New(f *sizing.Footprint, o Options) (*Problem, error) {
 		offload: s.Offload, batch: s.Batch, kv: s.KV, policy: s.Plan.Policy, explicit: o.Explicit,
 		maxTTFT: o.MaxTTFT, maxTPOT: o.MaxTPOT, context: f.MaxModelLen(), footprint: f, options: o,
 	}
+	p.HostBatch = transfer.PerBatch(h.HostToGPU[0], f.ExpertBytes())
 	if h.PeerToGPU > 0 {
+		p.PeerBatch = transfer.PerBatch(h.PeerToGPU, f.ExpertBytes())
 		// The store splits a layer's misses, taken as half of its experts, where the host's
 		// part is large enough.
 		p.BothLinks = transfer.Splits(f.ExpertBytes()*int64((p.Model.Experts+1)/2), h.HostToGPU[0], h.PeerToGPU)
