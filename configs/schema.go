@@ -222,7 +222,7 @@ var Schema = []Key{
 		Help: "KV tiers as vLLM's option has them: an OffloadingConnector with kv_connector_extra_config (num_cpu_blocks or cpu_bytes_to_use, num_gpu_blocks, dest_gpu_id, eviction_policy, ...)",
 	},
 	{
-		Name: "kv-experts-share", Kind: String, Default: StaticShare, Allowed: []string{StaticShare, AutoShare}, Rare: true, Commands: onModel,
+		Name: "kv-experts-share", Kind: String, Default: StaticShare, Allowed: []string{StaticShare, AutoShare}, Rare: true, Commands: onRequest,
 		Help: "whether memory of the KV cache that is worth more to experts is lent to them (auto), or the shares are fixed (static)",
 	},
 	{

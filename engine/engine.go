@@ -194,8 +194,8 @@ type State struct {
 	// Running and Waiting samples.
 	Running, Waiting int
 	// KVUsedBlocks of KVBlocks KV blocks, each of BlockTokens tokens, those left out that are
-	// lent to other uses now.
-	KVUsedBlocks, KVBlocks, BlockTokens int
+	// lent to other uses now. KVMaxBlocks counts these, too, and does not change.
+	KVUsedBlocks, KVBlocks, KVMaxBlocks, BlockTokens int
 	// Preemptions of sequences, Steps finished, and Retried attempts of steps.
 	Preemptions, Steps, Retried int64
 	// PrefillTokens computed of prompts, those of preempted sequences again, and GeneratedTokens
@@ -302,7 +302,7 @@ func New(o Options) (*Engine, error) {
 		wake:         make(chan struct{}, 1),
 		deliveryDone: make(chan struct{}),
 		sched:        scheduler.New(scheduler.Limits{StepTokens: o.MaxNumBatchedTokens, Sequences: o.MaxNumSeqs, CacheTokens: o.KV.Capacity()}, o.Scheduling),
-		state:        State{KVBlocks: o.KV.Blocks(), BlockTokens: o.KV.BlockTokens()},
+		state:        State{KVBlocks: o.KV.Blocks(), KVMaxBlocks: o.KV.Blocks(), BlockTokens: o.KV.BlockTokens()},
 	}
 	if o.Offload != nil {
 		e.meanwhile = e.prefixes.meanwhile

@@ -36,8 +36,9 @@ const (
 type shift struct {
 	*testing.T
 	n *node.Node
-	m *emulated.Machine
-	// took is how long each phase took, on the virtual clock; lent the extents at its end.
+	// now is the clock.
+	now func() time.Duration
+	// took is how long each phase took; lent the extents at its end.
 	took []time.Duration
 	lent []int
 }
@@ -46,29 +47,35 @@ type shift struct {
 func openShift(t *testing.T, resident int, share string) *shift {
 	t.Helper()
 	s := configs.Defaults()
-	s.Model.Name, s.Model.LoadFormat, s.Offload.Fraction = "mixtral-8x7b", configs.LoadDummy, 1-float64(resident)/256
-	s.KV.MaxModelLen, s.KV.ExpertsShare, s.Batch.MaxNumSeqs = 8192, share, shiftBatch
+	shiftSettings(&s, resident, share)
 	x := &shift{T: t}
+	var m *emulated.Machine
 	var err error
 	x.n, err = node.Open(t.Context(), node.Options{
 		Settings: s, DeviceTime: true,
 		OpenMachine: func() (_ device.Machine, err error) {
-			x.m, err = emulated.New(emulated.Options{
+			m, err = emulated.New(emulated.Options{
 				Virtual: true, NoData: true, HostLink: emulated.Link{BytesPerSecond: shiftHost},
 				GPUs: []emulated.GPU{{MemoryBytes: shiftMemory, FlopsPerSecond: 800e12, BytesPerSecond: 3.35e12}},
 			})
-			return x.m, err
+			return m, err
 		},
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
+	x.now = m.Now
 	t.Cleanup(func() {
 		if err := x.n.Close(); err != nil {
 			t.Error(err)
 		}
 	})
 	return x
+}
+
+func shiftSettings(s *configs.Settings, resident int, share string) {
+	s.Model.Name, s.Model.LoadFormat, s.Offload.Fraction = "mixtral-8x7b", configs.LoadDummy, 1-float64(resident)/256
+	s.KV.MaxModelLen, s.KV.ExpertsShare, s.Batch.MaxNumSeqs = 8192, share, shiftBatch
 }
 
 func (x *shift) generate(rs []engine.Request) {
@@ -125,14 +132,14 @@ func rank(rng *rand.Rand, n int, exponent float64) int {
 func (x *shift) run() {
 	x.Helper()
 	for phase := range 3 {
-		began := x.m.Now()
+		began := x.now()
 		if phase == 1 {
 			x.turns()
 		} else {
 			x.short(2 * phase)
 			x.short(2*phase + 1)
 		}
-		x.took = append(x.took, x.m.Now()-began)
+		x.took = append(x.took, x.now()-began)
 		x.lent = append(x.lent, x.n.Observe().Lending().Lent)
 	}
 }
@@ -185,7 +192,8 @@ func TestLendingFollowsTheLoad(t *testing.T) {
 
 // kv is the size of the KV cache, in GiB.
 func (x *shift) kv() float64 {
-	return float64(int64(x.n.KV().Blocks())*x.n.Store().Plan().Layout.Size/168) / (1 << 30) // 168 blocks are an expert
+	const block = 16 * 2 * 8 * 128 * 2 // bytes of a layer: K and V of 16 tokens, of 8 heads of 128
+	return float64(x.n.KV().Blocks()*x.n.Info().Config.Layers*block) / (1 << 30)
 }
 
 // Settings that leave nothing to share are refused, or reported.

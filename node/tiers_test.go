@@ -164,12 +164,7 @@ func runTiers(t *testing.T, c tierCase) outcome {
 				swapAny(t, n.Store(), swaps)
 			}
 			if c.lends {
-				n.KVLender().Move(swaps.IntN(7) - 3)
-				for range 3 {
-					p := n.Store().Plan()
-					id := experts.ID{Layer: swaps.IntN(len(p.Layers)), Expert: swaps.IntN(p.Experts)}
-					_ = n.Store().MakeResident(id) // it may be already, or have no place
-				}
+				lendAny(n, swaps)
 			}
 		}},
 	})
@@ -232,6 +227,16 @@ func swapAny(t *testing.T, s *experts.Store, rng *rand.Rand) {
 	out := experts.ID{Layer: layer, Expert: resident[rng.IntN(len(resident))]}
 	if err := s.Swap(in, out); err != nil && !errors.Is(err, experts.ErrBusy) {
 		t.Error(err)
+	}
+}
+
+// lendAny moves memory between the KV cache and experts, and experts into it.
+func lendAny(n *node.Node, rng *rand.Rand) {
+	n.KVLender().Move(rng.IntN(7) - 3)
+	for range 3 {
+		p := n.Store().Plan()
+		id := experts.ID{Layer: rng.IntN(len(p.Layers)), Expert: rng.IntN(p.Experts)}
+		_ = n.Store().MakeResident(id) // it may be already, or have no place
 	}
 }
 

@@ -282,7 +282,7 @@ func (c *stateCollector) Collect(to *metrics.Sink) {
 	var s engine.State
 	if e := c.engine.Load(); e != nil {
 		s = (*e).State()
-		to.Gauge(c.config, 1, strconv.Itoa(s.BlockTokens), strconv.Itoa(s.KVBlocks))
+		to.Gauge(c.config, 1, strconv.Itoa(s.BlockTokens), strconv.Itoa(s.KVMaxBlocks))
 	}
 	to.Gauge(c.waiting, float64(s.Waiting))
 	to.Gauge(c.running, float64(s.Running))

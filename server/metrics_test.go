@@ -77,7 +77,7 @@ func testMetrics(t *testing.T) {
 		"vllm:num_requests_waiting" + model: 0,
 		"vllm:num_requests_running" + model: 0,
 		"vllm:kv_cache_usage_perc" + model:  0,
-		`vllm:cache_config_info{block_size="16",engine="0",model_name="tiny",num_gpu_blocks="` + strconv.Itoa(h.State().KVBlocks) + `"}`: 1,
+		`vllm:cache_config_info{block_size="16",engine="0",model_name="tiny",num_gpu_blocks="` + strconv.Itoa(h.State().KVMaxBlocks) + `"}`: 1,
 		"vllm:prompt_tokens_total" + model:                                                  4 + 4 + 6,
 		"vllm:generation_tokens_total" + model:                                              2 + 2 + 2,
 		"vllm:request_prompt_tokens_sum" + model:                                            4 + 4 + 6,

@@ -44,6 +44,9 @@
 #                 it; 12 GiB of each memory
 #   kvtiers       two GPUs: conversations in a tiny KV cache with tiers on the second GPU, in host memory and in files, where
 #                 another process takes the second GPU's memory meanwhile: equal tokens
+#   lending       tokens while memory moves between the KV cache and experts at random; then a load that shifts from experts to
+#                 KV blocks and back, over fixed splits of the GPU's memory and --kv-experts-share auto: SHIFT are the splits
+#                 (default: 160,128,96,auto96, of Mixtral cut to 8 layers; about 2 minutes each)
 #   prefix        two GPUs: time to first token by where the prompt's KV cache is (bench prefix): PREFIX are its arguments
 #                 (default: Phi-3.5-MoE cut to 8 layers, 1,024 to 90,000 tokens, all places), NAME that of the files in measured.tar,
 #                 FILES the folder of the tier in files (default: /dev/shm where it has 32 GiB, else that for temporary files)
@@ -132,7 +135,7 @@ run() {
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
   for part in "$@"; do
-    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral tiers sweep predicted guard soak reclaim bench sanitize beside gaps layout kvcopy kv kvtiers prefix hits fairness load " == *" $part "* ]] || usage
+    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral tiers sweep predicted guard soak reclaim bench sanitize beside gaps layout kvcopy kv kvtiers lending prefix hits fairness load " == *" $part "* ]] || usage
   done
   [ -e "$folder/bundle.tar.xz" ] || { echo "there is no $folder/bundle.tar.xz: tools/cuda/gpu.sh build makes it" >&2; exit 2; }
   xz -dc "$folder/bundle.tar.xz" | tar -xf - -C "$work" || exit 1
@@ -269,6 +272,7 @@ run() {
         limit 120 . kv kv-kernel "$work/moeserve" bench kv --device cuda --peers 1 --host-memory-gib "$host" --hardware "$work/kv.json" --json "$work/reload-kernel.json"
         cat "$work/said"
         (cd "$work" && tar -czf "$logs/kv.tar.gz" reload*.json reload.csv reload.svg kv.json copies-*) ;;
+      lending) limit 900 node node lending "$work/node.test" "${overlap[@]}" -test.v -test.timeout 900s -test.run 'GPULending|GPUShift' ${SHIFT:+-shift "$SHIFT"} ;;
       kvtiers) limit 240 node node kvtiers "$work/node.test" "${overlap[@]}" -test.v -test.timeout 240s -test.run 'GPUKVTiers' -peer 1 ;;
       prefix) measure "${NAME:-prefix}" prefix --file-directory "$(files)" ${PREFIX:-phi-3.5-moe --load-format dummy --num-hidden-layers 8 --max-num-batched-tokens 8192} ;;
       hits) measure "${NAME:-hits}" prefix --file-directory "$(files)" ${HITS:-mixtral-8x7b --load-format dummy --num-hidden-layers 8 --max-num-batched-tokens 8192 --max-num-seqs 256
