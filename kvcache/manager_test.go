@@ -429,6 +429,19 @@ func TestWithdraw(t *testing.T) {
 	if !x.Reserve(6) {
 		t.Error("restored blocks are not allocated")
 	}
+	// What a copy still holds of a withdrawn extent, here block 4, will not be free.
+	last := x.Blocks()[:1]
+	m.Hold(last)
+	x.Release(false)
+	if y := m.NewTable(); y.CanReserve(6, 0) || !y.WillReserve(6, 0) {
+		t.Errorf("%d blocks are free, and one is held", m.Free())
+	}
+	m.Withdraw(1)
+	if y := m.NewTable(); y.WillReserve(5, 0) || !y.WillReserve(4, 0) {
+		t.Error("a block of a withdrawn extent is waited for")
+	}
+	m.Unhold(last)
+	check("no longer held", 4, 4)
 }
 
 // TestReuse: hits of blocks that would be evicted soon are cold, and those of blocks that were

@@ -199,6 +199,9 @@ func runTiers(t *testing.T, c tierCase) outcome {
 func lendKV(s *configs.Settings, seed uint64) {
 	s.KV.ExpertsShare, s.KV.MaxModelLen, s.KV.BlockSize = configs.AutoShare, 128, 8
 	s.KV.NumGPUBlocksOverride = 16 + 12 + int(seed%40)
+	if seed%5 == 0 {
+		s.Batch.SchedulingPolicy, s.Batch.FairGranularity = configs.FairScheduling, 2
+	}
 	switch seed % 3 {
 	case 0:
 		s.KV.TransferConfig = `{"kv_connector_extra_config": {"num_cpu_blocks": 20}}`

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/moeserve/moeserve/device"
@@ -120,7 +121,8 @@ type Rebalancer struct {
 	// becomingResident are experts that are being swapped in or made resident: their peer
 	// copies are demoted afterwards.
 	becomingResident []experts.ID
-	worth            Worth
+	// worth as of the latest Tick, which Worth reads without waiting for one.
+	worth atomic.Pointer[Worth]
 
 	stop func() // ends the loop; nil before Start
 }
@@ -246,16 +248,19 @@ func (r *Rebalancer) Tick(now time.Duration) error {
 	}
 	r.setCosts(v)
 	if r.o.Places != nil {
-		r.worth = r.core.Worth(v)
+		w := r.core.Worth(v)
+		r.worth.Store(&w)
 	}
 	return failed
 }
 
-// Worth is what lent memory of the GPU is worth to experts, as of the latest Tick.
+// Worth is what lent memory of the GPU is worth to experts, as of the latest Tick. It never waits.
+// The caller does not change it.
 func (r *Rebalancer) Worth() Worth {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.worth
+	if w := r.worth.Load(); w != nil {
+		return *w
+	}
+	return Worth{}
 }
 
 // want reports to harvest the peers that have no room for experts that are fetched from host

@@ -62,7 +62,11 @@ func (a *account) endCopies(n int) {
 }
 
 func newAccount(t interface{ Fatal(...any) }, l Limits, p Policy, blocks, blockTokens int) *account {
-	m, err := kvcache.NewManager(kvcache.ManagerOptions{Blocks: blocks, BlockTokens: blockTokens})
+	return newAccountOf(t, l, p, kvcache.ManagerOptions{Blocks: blocks, BlockTokens: blockTokens})
+}
+
+func newAccountOf(t interface{ Fatal(...any) }, l Limits, p Policy, o kvcache.ManagerOptions) *account {
+	m, err := kvcache.NewManager(o)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -207,13 +211,16 @@ func (a *account) state() string {
 // TestHistories plays random histories and checks after every step what always
 // holds: rows, places and blocks are never exceeded, chunks go on where the cache
 // ends, the policy decides who is preempted, and everything that is not removed ends. Some
-// sequences begin alike, and of some a part is loaded, as far as loads succeed.
+// sequences begin alike, and of some a part is loaded, as far as loads succeed. Blocks are withdrawn
+// and restored at any time.
 func TestHistories(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		l := Limits{StepTokens: rapid.IntRange(1, 24).Draw(t, "rows"), Sequences: rapid.IntRange(1, 6).Draw(t, "sequences")}
 		blockTokens := rapid.IntRange(1, 5).Draw(t, "block tokens")
 		policy := Policy{Order: rapid.SampledFrom([]Order{FCFS, ByPriority, Fair}).Draw(t, "order"), Granularity: rapid.IntRange(1, 12).Draw(t, "granularity")}
-		a := newAccount(t, l, policy, rapid.IntRange(1, 12).Draw(t, "blocks"), blockTokens)
+		o := kvcache.ManagerOptions{BlockTokens: blockTokens, Extents: rapid.IntRange(0, 3).Draw(t, "extents"), ExtentBlocks: rapid.IntRange(1, 3).Draw(t, "extent blocks")}
+		o.Blocks = rapid.IntRange(1, 12).Draw(t, "blocks") + o.Extents*o.ExtentBlocks
+		a := newAccountOf(t, l, policy, o)
 		type model struct {
 			tokens, computed, most int
 			priority               int
@@ -224,7 +231,9 @@ func TestHistories(t *testing.T) {
 		}
 		live := map[ID]*model{}
 		next := ID(0)
-		failed := false // a load: blocks that were shared are then computed again into others
+		// A load has failed: blocks that were shared are then computed again into others. Or blocks
+		// were withdrawn that were promised.
+		failed := false
 		arrive := rapid.IntRange(1, 12).Draw(t, "arrivals")
 		for step := 0; len(live) > 0 || arrive > 0; step++ {
 			if step > 5000 {
@@ -250,6 +259,14 @@ func TestHistories(t *testing.T) {
 					}
 				}
 			}
+			if x := rapid.IntRange(0, 5).Draw(t, "extent"); x < o.Extents {
+				if a.Extent(x).Withdrawn {
+					a.Restore(x)
+				} else {
+					a.Withdraw(x)
+					failed = true
+				}
+			}
 			a.onItsWay = rapid.SampledFrom([]int{0, 0, 1}).Draw(t, "on its way")
 			a.copies = rapid.Bool().Draw(t, "copies")
 			a.endCopies(rapid.IntRange(0, len(a.held)).Draw(t, "copies that end"))
@@ -261,6 +278,9 @@ func TestHistories(t *testing.T) {
 						break
 					}
 				}
+			}
+			if n := a.Lacking(); n > 0 && (n <= a.Free() || a.Waiting() == 0) {
+				t.Fatalf("%d blocks are lacking, and %d free", n, a.Free())
 			}
 			p := a.Plan()
 			for _, id := range p.Preempted {
@@ -318,8 +338,8 @@ func TestHistories(t *testing.T) {
 			if len(p.Chunks) == 0 && len(live) > 0 && !loading && len(p.Loads) == 0 && a.onItsWay == 0 && len(a.held) == 0 {
 				t.Fatalf("nothing to do with %d sequences", len(live))
 			}
-			if len(live) == 0 && a.Free()+a.Held() != a.Blocks() {
-				t.Fatalf("%d of %d blocks free with nothing left", a.Free(), a.Blocks())
+			if len(live) == 0 && a.Free()+a.Held() != a.Present() {
+				t.Fatalf("%d of %d blocks free with nothing left", a.Free(), a.Present())
 			}
 		}
 	})
