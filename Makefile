@@ -61,7 +61,7 @@ hammer:           ## a million random operations on harvest, from 8 goroutines; 
 	MOESERVE_TIER_CASES=1500 $(GO) test -run TestSameTokensOverTiers -timeout 30m ./node
 
 simulate:         ## how the rebalancer follows shifting use: simulations with thresholds, the built-in model's tasks in turn, and memory shared by KV blocks and experts
-	$(GO) test -count=1 -tags simulate -run 'TestShift|TestSharedMemory|TestTasksInTurn|TestLendingFollowsTheLoad' -timeout 30m ./rebalancer ./node
+	$(GO) test -count=1 -tags simulate -run 'TestShift|TestSharedMemory|TestTasksInTurn|TestLending' -timeout 30m ./rebalancer ./node
 
 bench:            ## kernels on the CPU, tokenizer, devices
 	$(GO) test -run '^$$' -bench . ./kernels/cpu ./models/tokenizer ./device/emulated

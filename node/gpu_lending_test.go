@@ -76,7 +76,7 @@ func TestGPUShift(t *testing.T) {
 		x := &shift{T: t, n: openOnGPU(t, node.Options{Settings: s})}
 		began := time.Now()
 		x.now = func() time.Duration { return time.Since(began) }
-		x.run()
+		x.run(shifting)
 		text, _ := x.row(fmt.Sprintf("%s, %.1f GiB of KV blocks at most", of, x.kv()))
 		fmt.Fprintln(&table, text)
 		t.Logf("%s: %v extents lent at the ends of phases, %+v", of, x.lent, x.n.Observe().Lending())

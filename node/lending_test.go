@@ -129,11 +129,15 @@ func rank(rng *rand.Rand, n int, exponent float64) int {
 	}
 }
 
-func (x *shift) run() {
+// shifting is a load of short requests, long prefixes, and short requests.
+var shifting = []bool{false, true, false}
+
+// run runs phases, each of long prefixes or of short requests.
+func (x *shift) run(long []bool) {
 	x.Helper()
-	for phase := range 3 {
+	for phase, long := range long {
 		began := x.now()
-		if phase == 1 {
+		if long {
 			x.turns()
 		} else {
 			x.short(2 * phase)
@@ -168,14 +172,14 @@ func TestLendingFollowsTheLoad(t *testing.T) {
 	best := time.Duration(math.MaxInt64)
 	for _, n := range shiftSplits {
 		x := openShift(t, n, configs.StaticShare)
-		x.run()
+		x.run(shifting)
 		text, all := x.row(fmt.Sprintf("%d experts resident, %.1f GiB of KV blocks", n, x.kv()))
 		fmt.Fprintln(&table, text)
 		best = min(best, all)
 	}
 	for _, n := range shiftLeast {
 		x := openShift(t, n, configs.AutoShare)
-		x.run()
+		x.run(shifting)
 		text, all := x.row(fmt.Sprintf("**by worth**, %d experts resident at least, %.1f GiB of KV blocks at most", n, x.kv()))
 		fmt.Fprintln(&table, text)
 		l := x.n.Observe().Lending()
