@@ -7,6 +7,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/kvcache"
+	"github.com/moeserve/moeserve/kvcache/offload"
 	"github.com/moeserve/moeserve/node/fault"
 	"github.com/moeserve/moeserve/node/sizing"
 	"github.com/moeserve/moeserve/pipeline"
@@ -44,9 +45,10 @@ func (n *Node) openLender(u *setup, pool *kvcache.Pool) error {
 	if !u.shares() || n.kv.Extents() == 0 {
 		return nil
 	}
+	var copies copyTime
 	var err error
 	n.memory, err = lending.New(lending.Options{
-		Manager: n.kv, Pool: pool, Store: n.store, Worth: n.balance.Worth, Waited: n.waited, Copied: n.copied,
+		Manager: n.kv, Pool: pool, Store: n.store, Worth: n.balance.Worth, Waited: n.waited, Copied: func() float64 { return copies.copied(n) },
 		ReloadSeconds: n.reload, Clock: n.machine, Log: n.log,
 	})
 	if err != nil {
@@ -56,35 +58,64 @@ func (n *Node) openLender(u *setup, pool *kvcache.Pool) error {
 	return nil
 }
 
-// waited is how long compute has waited for copies of experts, in seconds.
-func (n *Node) waited() float64 { return n.pipe.Stalls()[pipeline.ExpertCopy].Seconds() }
-
-// copied is how long the copies of experts to the GPU have taken at the present rates, in seconds.
-func (n *Node) copied() (seconds float64) {
-	fetched := n.store.Stats().Fetched
-	fastest := 0.0 // of the peers
-	for _, l := range n.store.Links() {
-		if l.From != device.Host {
-			fastest = max(fastest, l.BytesPerSecond)
-		} else if l.BytesPerSecond > 0 {
-			seconds += float64(fetched[experts.Host]) / l.BytesPerSecond
-		}
-	}
-	if fastest > 0 {
-		seconds += float64(fetched[experts.Peer]) / fastest
-	}
-	return seconds
+// waited is how long compute has waited for copies of experts, in seconds, or for KV blocks: these
+// come over the same link, later for each expert that does.
+func (n *Node) waited() float64 {
+	s := n.pipe.Stalls()
+	return (s[pipeline.ExpertCopy] + s[pipeline.KVLoad]).Seconds()
 }
 
-// reload is what the load of a KV block from the fastest tier that has blocks takes, in seconds;
-// 0: unknown.
+// rates are those of the links to the GPU, from the host and from the fastest peer, in bytes per
+// second; 0: unknown, or there is none.
+func (n *Node) rates() (host, peer float64) {
+	for _, l := range n.store.Links() {
+		if l.From == device.Host {
+			host = l.BytesPerSecond
+		} else {
+			peer = max(peer, l.BytesPerSecond)
+		}
+	}
+	return host, peer
+}
+
+// copyTime adds up how long the copies of experts to the GPU have taken, each at the rate of its time.
+type copyTime struct {
+	fetched experts.FetchedBytes
+	seconds float64
+}
+
+// copied adds what was fetched since the last call, and returns the sum in seconds.
+func (c *copyTime) copied(n *Node) float64 {
+	now := n.store.Stats().Fetched
+	host, peer := n.rates()
+	if host > 0 {
+		c.seconds += float64(now[experts.Host]-c.fetched[experts.Host]) / host
+	}
+	if peer > 0 {
+		c.seconds += float64(now[experts.Peer]-c.fetched[experts.Peer]) / peer
+	}
+	c.fetched = now
+	return c.seconds
+}
+
+// reload is what the load of a KV block from the fastest tier that has blocks takes of the link, in
+// seconds; 0: unknown. Measured rates of loads also count the time in which the link had other copies
+// to make, those of experts: so the link's rate is taken where a tier has one.
 func (n *Node) reload() float64 {
 	if n.tiers == nil {
 		return 0
 	}
+	host, peer := n.rates()
 	for _, s := range n.tiers.Stats() {
-		if s.Evictable+s.Pinned > 0 && s.BytesPerSecond > 0 {
-			return float64(s.BlockBytes) / float64(n.tiers.Factor()) / s.BytesPerSecond
+		rate := s.BytesPerSecond
+		switch s.Medium {
+		case offload.CPU:
+			rate = max(rate, host)
+		case offload.PeerGPU:
+			rate = max(rate, peer)
+		}
+		if s.Evictable+s.Pinned > 0 && rate > 0 {
+			return float64(s.BlockBytes) / float64(n.tiers.Factor()) / rate
 		}
 	}
 	return 0

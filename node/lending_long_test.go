@@ -45,3 +45,24 @@ func TestLendingOnSteadyLoads(t *testing.T) {
 		}
 	}
 }
+
+// TestLendingWithTier: with a tier in host memory, from which prefixes are loaded over the link that
+// experts come over, experts get more, and a load that shifts takes less time than with any split.
+func TestLendingWithTier(t *testing.T) {
+	tier := func(s *configs.Settings) { s.KV.OffloadingSize = 40 }
+	best := time.Duration(math.MaxInt64)
+	for _, n := range []int{96, 160, 172} {
+		x := openShift(t, n, configs.StaticShare, tier)
+		x.run(shifting)
+		text, all := x.row(fmt.Sprintf("%d experts resident", n))
+		t.Log(text)
+		best = min(best, all)
+	}
+	x := openShift(t, 96, configs.AutoShare, tier)
+	x.run(shifting)
+	text, all := x.row("by worth, 96 experts resident at least")
+	t.Log(text, x.lent)
+	if all > best {
+		t.Errorf("it takes %v, and %v with the best fixed split", all, best)
+	}
+}

@@ -44,10 +44,13 @@ type shift struct {
 }
 
 // openShift opens it with so many of Mixtral's 256 experts resident from the start on.
-func openShift(t *testing.T, resident int, share string) *shift {
+func openShift(t *testing.T, resident int, share string, change ...func(*configs.Settings)) *shift {
 	t.Helper()
 	s := configs.Defaults()
 	shiftSettings(&s, resident, share)
+	for _, c := range change {
+		c(&s)
+	}
 	x := &shift{T: t}
 	var m *emulated.Machine
 	var err error
@@ -196,8 +199,7 @@ func TestLendingFollowsTheLoad(t *testing.T) {
 
 // kv is the size of the KV cache, in GiB.
 func (x *shift) kv() float64 {
-	const block = 16 * 2 * 8 * 128 * 2 // bytes of a layer: K and V of 16 tokens, of 8 heads of 128
-	return float64(x.n.KV().Blocks()*x.n.Info().Config.Layers*block) / (1 << 30)
+	return float64(int64(x.n.KV().Blocks())*x.n.Info().Sizes.KVBlock) / (1 << 30)
 }
 
 // Settings that leave nothing to share are refused, or reported.

@@ -346,12 +346,15 @@ func (l *Lender) Close() error {
 }
 
 // exposure estimates for which share of experts' copies compute waits: decaying means with a
-// half-life of a second.
+// half-life of exposureHalfLife.
 type exposure struct {
 	at, waited, copied               float64 // as of the latest call
 	meanTime, meanWaited, meanCopied float64
 	begun                            bool
 }
+
+// exposureHalfLife is in seconds: for so long an extent stays with a side.
+const exposureHalfLife = 5
 
 // minExposed is the share of copies for which compute waits above which each further copy is
 // waited for.
@@ -361,7 +364,7 @@ func (e *exposure) observe(waited, copied float64, now time.Duration) {
 	t := now.Seconds()
 	dt := min(t-e.at, 1)
 	if e.begun && dt > 0 {
-		keep := math.Exp2(-dt)
+		keep := math.Exp2(-dt / exposureHalfLife)
 		e.meanTime = keep*e.meanTime + dt
 		e.meanWaited = keep*e.meanWaited + (waited - e.waited)
 		e.meanCopied = keep*e.meanCopied + (copied - e.copied)
