@@ -367,7 +367,7 @@ func (e *exposure) observe(waited, copied float64, now time.Duration) {
 		keep := math.Exp2(-dt / exposureHalfLife)
 		e.meanTime = keep*e.meanTime + dt
 		e.meanWaited = keep*e.meanWaited + (waited - e.waited)
-		e.meanCopied = keep*e.meanCopied + (copied - e.copied)
+		e.meanCopied = keep*e.meanCopied + max(copied-e.copied, 0) // copies that are skipped are taken back
 	}
 	e.at, e.waited, e.copied, e.begun = t, waited, copied, true
 }
