@@ -321,7 +321,7 @@ func TestBenchPrefix(t *testing.T) {
 			t.Errorf("%+v", x)
 		}
 	}
-	r = measure("--decodes", "4", "--input-len", "64", "--repetitions", "2", "--places", "peer,host")
+	r = measure("--decodes", "70", "--input-len", "32", "--repetitions", "2", "--places", "peer,host")
 	if len(r.Decodes) != 8 || len(r.TTFT)+len(r.Hits)+len(r.Misses) != 0 {
 		t.Fatalf("%+v", r)
 	}

@@ -322,7 +322,7 @@ func (b *prefixes) skip(p prefix.Place, err error) bool {
 
 // open opens an engine with the tier of a place alone.
 func (b *prefixes) open(ctx context.Context, p prefix.Place, tokens, length int) (prefix.Engine, error) {
-	n, err := b.node(ctx, p, tokens, length)
+	n, err := b.node(ctx, p, tokens, length, 0)
 	if err != nil {
 		return nil, err
 	}
@@ -331,17 +331,19 @@ func (b *prefixes) open(ctx context.Context, p prefix.Place, tokens, length int)
 
 // openDecoder opens sequences that decode, with the tier of a place alone.
 func (b *prefixes) openDecoder(ctx context.Context, p prefix.Place, sequences, tokens, steps int) (prefix.Decoder, error) {
-	n, err := b.node(ctx, p, bench.TrafficTokens(b.set.KV.BlockSize), tokens+steps+1)
+	n, err := b.node(ctx, p, bench.TrafficTokens(b.set.KV.BlockSize), tokens+steps+1, sequences)
 	if err != nil {
 		return nil, err
 	}
 	return bench.NewDecodes(ctx, n, b.hardware, sequences, tokens, steps)
 }
 
-// node opens a node with the tier of a place alone.
-func (b *prefixes) node(ctx context.Context, p prefix.Place, tokens, length int) (*node.Node, error) {
+// node opens a node with the tier of a place alone, for at least so many sequences.
+func (b *prefixes) node(ctx context.Context, p prefix.Place, tokens, length, sequences int) (*node.Node, error) {
 	set := b.set.Settings
 	set.KV.MaxModelLen = length
+	// The KV cache has no more blocks than so many sequences can use: a third more are for copies.
+	set.Batch.MaxNumSeqs = max(set.Batch.MaxNumSeqs, (4*sequences+2)/3)
 	set.KV.EnablePrefixCaching = p == prefix.HBM
 	if err := tierSettings(&set, p, tokens, b.directory); err != nil {
 		return nil, err

@@ -41,11 +41,11 @@ var _ prefix.Decoder = (*Decodes)(nil)
 
 // NewDecodes takes over a node with KV tiers, and computes the prompts of so many sequences. Calls of
 // Steps have at most steps steps.
-func NewDecodes(ctx context.Context, n *node.Node, hardware *planner.Hardware, sequences, tokens, steps int) (d *Decodes, err error) {
-	d = &Decodes{n: n, hardware: hardware, tiers: n.KVTiers(), spare: n.KV().NewTable()}
+func NewDecodes(ctx context.Context, n *node.Node, hardware *planner.Hardware, sequences, tokens, steps int) (_ *Decodes, err error) {
+	d := &Decodes{n: n, hardware: hardware, tiers: n.KVTiers(), spare: n.KV().NewTable()}
 	defer func() {
 		if err != nil {
-			_ = d.Close()
+			_ = d.Close() // the first error is the one that matters
 		}
 	}()
 	if d.tiers == nil {
