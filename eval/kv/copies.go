@@ -429,14 +429,19 @@ func (r *copies) operation(ctx context.Context, ways []int, pieces [2][]transfer
 	}, nil
 }
 
-// Crossover is the block size from which on the copy engines are as fast as the kernel.
+// kernelGain is how many times as fast as the copy engines the kernel must be, all blocks in one
+// launch, before it pays: the transfer engine launches one for each chunk, and it takes
+// multiprocessors from the model. With 1.1, for blocks of 2 MiB from a peer, loads by the kernel
+// were slower (docs/log/kv-tiers-2026-11-23.md).
+const kernelGain = 1.2
+
+// Crossover is the block size from which on the kernel does not pay.
 type Crossover struct {
 	Tier      string    `json:"tier"`
 	Direction Direction `json:"direction"`
-	// KernelBelowBytes is the smallest measured block size from which on the copy engines, by
-	// the faster one of DMA and Batch, are at least as fast; the kernel is faster below. 0: they
-	// are as fast at all sizes. Where the kernel is faster at the largest one, it is a byte more
-	// than that.
+	// KernelBelowBytes is the smallest measured block size from which on the kernel is not at
+	// least 1.2 times as fast as the copy engines, by the faster one of DMA and Batch. 0: it is at
+	// no size. Where it is at the largest one, it is a byte more than that.
 	KernelBelowBytes int64 `json:"kernel_below_bytes"`
 }
 
@@ -466,7 +471,7 @@ func Crossovers(points []CopyPoint) []Crossover {
 			i = len(all)
 			all = append(all, Crossover{Tier: p.Tier, Direction: p.Direction})
 		}
-		if p.BytesPerSecond > rate {
+		if p.BytesPerSecond >= kernelGain*rate {
 			all[i].KernelBelowBytes = max(all[i].KernelBelowBytes, above(points, p))
 		}
 	}

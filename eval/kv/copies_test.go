@@ -200,10 +200,11 @@ func TestCrossovers(t *testing.T) {
 		want   int64
 		words  string
 	}{
-		"small blocks": {map[int64]float64{4096: 25, 8192: 20, 16384: 25}, 8192, "copy engines are at least as fast from 8 KiB on"},
-		"never":        {map[int64]float64{4096: 5, 8192: 5, 16384: 5}, 0, "copy engines are at least as fast at all sizes"},
-		"always":       {map[int64]float64{4096: 50, 8192: 50, 16384: 50}, 16385, "the kernel is faster up to the largest size"},
-		"middle":       {map[int64]float64{4096: 5, 8192: 50, 16384: 5}, 16384, "copy engines are at least as fast from 16 KiB on"},
+		"small blocks": {map[int64]float64{4096: 25, 8192: 20, 16384: 25}, 8192, "the kernel pays below 8 KiB"},
+		"never":        {map[int64]float64{4096: 5, 8192: 5, 16384: 5}, 0, "the kernel pays at no size"},
+		"too little":   {map[int64]float64{4096: 11, 8192: 23, 16384: 35}, 0, "the kernel pays at no size"},
+		"always":       {map[int64]float64{4096: 50, 8192: 50, 16384: 50}, 16385, "the kernel pays up to the largest size"},
+		"middle":       {map[int64]float64{4096: 5, 8192: 50, 16384: 5}, 16384, "the kernel pays below 16 KiB"},
 	} {
 		points := compared("host", kv.LoadDirection, dma, c.kernel)
 		got := kv.Crossovers(points)
@@ -265,7 +266,7 @@ func TestCalibrate(t *testing.T) {
 		blocks                int
 		kernel                float64 // rate at 8 KiB, where DMA has 20
 		wantBelow, wantBlocks int64
-	}{{32, 10, 8192, 32}, {64, 10, 8192, 32}, {16, 10, 8192, 16}, {0, 10, 8192, 16}, {64, 21, 16384, 64}, {16, 10, 16384, 64}, {64, 10, 8192, 64}} {
+	}{{32, 10, 8192, 32}, {64, 10, 8192, 32}, {16, 10, 8192, 16}, {0, 10, 8192, 16}, {64, 25, 16384, 64}, {16, 10, 16384, 64}, {64, 10, 8192, 64}} {
 		points := compared("host", kv.LoadDirection, dma, map[int64]float64{4096: 25, 8192: c.kernel, 16384: 25})
 		x := &kv.Result{Machine: r.Machine, Sizes: &kv.Sizes{Copies: points, Crossovers: kv.Crossovers(points), ThreadBlocks: c.blocks}}
 		if next.Base, err = kv.Calibrate(x, next); err != nil {

@@ -103,11 +103,11 @@ const noLinks = "emulated devices do not model a kernel's copies over links: its
 func (c Crossover) words(points []CopyPoint) string {
 	switch {
 	case c.KernelBelowBytes == 0:
-		return "copy engines are at least as fast at all sizes"
+		return "the kernel pays at no size: it is never 1.2 times as fast as the copy engines"
 	case c.KernelBelowBytes > points[len(points)-1].BlockBytes:
-		return "the kernel is faster up to the largest size"
+		return "the kernel pays up to the largest size"
 	}
-	return "copy engines are at least as fast from " + eval.Size(c.KernelBelowBytes) + " on"
+	return "the kernel pays below " + eval.Size(c.KernelBelowBytes) + ": it is at least 1.2 times as fast as the copy engines"
 }
 
 // csv are the columns and the values of each point.
