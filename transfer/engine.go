@@ -52,6 +52,9 @@ const (
 	defaultChunkTime  = 160 * time.Microsecond
 	defaultDepth      = 2
 	defaultWindow     = 80 * time.Microsecond
+	// partTime is about what each part of a batch takes beside its bytes: 1,000 blocks of 4 KiB
+	// took 2.2 ms from the host, and 1.2 from a peer, on H200.
+	partTime = 2 * time.Microsecond
 )
 
 // EnsureDefaults returns o with its defaults set, except ChunkBytes, whose default
@@ -279,6 +282,7 @@ func (o *Options) dispatched(pair device.Pair, rate float64) dispatch.Link {
 	if l.WindowBytes = l.ChunkBytes / 2; rate > 0 {
 		l.WindowBytes = int64(math.Ceil(rate * o.Window.Seconds()))
 	}
+	l.PartBytes = int64(rate * partTime.Seconds())
 	l.WindowBytes = min(l.WindowBytes, int64(l.Depth-1)*l.ChunkBytes)
 	return l
 }

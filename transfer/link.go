@@ -52,6 +52,9 @@ func newLink(e *Engine, pair device.Pair, d dispatch.Link) (l *link, err error) 
 	l = &link{engine: e, pair: pair, chunkBytes: d.ChunkBytes, stats: PathStats{From: pair.From, To: pair.To}}
 	defer func() {
 		if err != nil {
+			if l.kernel != nil {
+				e.tables.used = l.kernel.first // no other link was made meanwhile
+			}
 			_ = l.release() // the first error is the one that matters
 		}
 	}()

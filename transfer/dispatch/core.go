@@ -48,6 +48,10 @@ type Link struct {
 	// a request of a higher class waits for these at most.
 	ChunkBytes, WindowBytes int64
 	Depth                   int
+	// PartBytes is what the link could copy in the time that each contiguous part of a chunk takes
+	// beside its bytes: parts that are smaller count as much for the window, unless the request has
+	// ChunkPieces.
+	PartBytes int64
 }
 
 // maxSmallChunks is the maximum number of small chunks in flight.
@@ -79,6 +83,8 @@ type slot struct {
 	seq     uint64
 	retried bool
 	err     error
+	// weight is what the chunk counts for the window, in bytes.
+	weight int64
 }
 
 type link struct {
@@ -303,18 +309,18 @@ func (c *Core) pointEnded(p device.Point, err error) {
 
 // full reports whether enough chunks are in flight, before one of at most next bytes.
 func (l *link) full(next int64) bool {
-	n, bytes := 0, int64(0)
+	n, bytes, weight := 0, int64(0), int64(0)
 	var first *slot // earliest launched
 	for i := range l.slots {
 		s := &l.slots[i]
 		if s.state == free {
 			continue
 		}
-		if n, bytes = n+1, bytes+s.chunk.Bytes; first == nil || s.seq < first.seq {
+		if n, bytes, weight = n+1, bytes+s.chunk.Bytes, weight+s.weight; first == nil || s.seq < first.seq {
 			first = s
 		}
 	}
-	return n >= l.Depth && (bytes-first.chunk.Bytes >= l.WindowBytes || bytes+next > int64(l.Depth)*l.ChunkBytes)
+	return n >= l.Depth && (weight-first.weight >= l.WindowBytes || bytes+next > int64(l.Depth)*l.ChunkBytes)
 }
 
 // dispatch launches chunks on the link until enough are in flight.
@@ -337,9 +343,19 @@ func (c *Core) dispatch(number int) {
 			l.queue.remove(r)
 		}
 		r.inFlight++
-		l.slots[i] = slot{chunk: chunk}
+		l.slots[i] = slot{chunk: chunk, weight: l.weight(chunk)}
 		c.launch(number, i)
 	}
+}
+
+// weight is what a chunk counts for the window, in bytes.
+func (l *link) weight(c Chunk) int64 {
+	if c.Request.ChunkPieces > 0 || l.PartBytes == 0 {
+		return c.Bytes
+	}
+	parts := int64(0)
+	_ = c.Each(func(_, _ device.Range) error { parts++; return nil }) // which does not fail
+	return max(c.Bytes, parts*l.PartBytes)
 }
 
 func (c *Core) launch(number, i int) {
@@ -372,7 +388,11 @@ func (c *Core) completeInOrder(l *link) {
 		if first == nil || first.state == inFlight {
 			return
 		}
-		first.chunk.Request.landed += first.chunk.Bytes
+		// Bytes behind a chunk that was refused, and will not arrive, are not the next in order.
+		r := first.chunk.Request
+		if !slices.ContainsFunc(l.slots, func(s slot) bool { return s.state == refused && s.chunk.Request == r && s.seq < first.seq }) {
+			r.landed += first.chunk.Bytes
+		}
 		c.release(first)
 	}
 }
