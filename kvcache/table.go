@@ -54,7 +54,7 @@ func (t *Table) Match(maxTokens int) (tokens int) {
 		if i == 0 {
 			t.blocks = slices.Grow(t.blocks, len(keys)+1)
 		}
-		if t.m.refs[id] == 0 {
+		if t.m.refs[id] == 0 && t.m.holds[id] == 0 {
 			t.m.reuse.hit(id)
 		}
 		t.m.share(id)

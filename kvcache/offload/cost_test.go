@@ -163,14 +163,14 @@ func TestLoadCost(t *testing.T) {
 			t.Errorf("%s: %g s and %g bytes per second, want %g and %g", name, gotLatency, gotRate, c.wantLatency, c.wantRate)
 		}
 	}
-	// Larger loads that take less time have no rate below the path's, nor a negative one.
+	// Larger loads that take less time have no rate below the path's, nor a negative or endless one.
 	var r loadRate
 	r.times.add(rateDecay, 1000, 2)
 	r.times.add(rateDecay, 1e6, 1)
 	if l, rate := r.cost(1e9); l <= 0 || math.Abs(rate-1e9) > 1 {
 		t.Errorf("%g s and %g bytes per second", l, rate)
 	}
-	if l, rate := r.cost(0); l <= 0 || !math.IsInf(rate, 1) {
+	if l, rate := r.cost(0); l <= 0 || rate <= 0 || rate > 1e9 {
 		t.Errorf("%g s and %g bytes per second", l, rate)
 	}
 }

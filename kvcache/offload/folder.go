@@ -76,7 +76,17 @@ func newLock(path string) (*os.File, error) {
 
 // remove removes the folder with all its files.
 func (f *folder) remove() error {
-	err := os.RemoveAll(f.path)
+	// The lock goes last: a folder without it is nobody's, should the process be killed now.
+	entries, err := os.ReadDir(f.path)
+	if errors.Is(err, os.ErrNotExist) {
+		err = nil
+	}
+	for _, e := range entries {
+		if e.Name() != lockName {
+			err = errors.Join(err, os.RemoveAll(filepath.Join(f.path, e.Name())))
+		}
+	}
+	err = errors.Join(err, os.RemoveAll(f.path))
 	if f.lock != nil {
 		err = errors.Join(err, f.lock.Close()) // last, so that nobody else removes files meanwhile
 	}

@@ -181,5 +181,8 @@ func (r *loadRate) cost(expected float64) (latency, bytesPerSecond float64) {
 	if expected > 0 && (!varied || each < 1/expected) {
 		each = min(1/expected, seconds/bytes)
 	}
+	if expected <= 0 { // a larger load that was faster by chance shows no rate
+		each = max(each, seconds/bytes/1000)
+	}
 	return max(0, seconds-each*bytes), 1 / each
 }
