@@ -169,6 +169,9 @@ var shiftLeast = []int{96}
 // TestLendingFollowsTheLoad: where memory of the KV cache is lent by worth, a load that shifts takes
 // less time than with any fixed split, and the memory moves about once for each shift.
 func TestLendingFollowsTheLoad(t *testing.T) {
+	if raceDetector {
+		t.Skip("minutes with the race detector: TestSameTokensOverTiers lends memory, too")
+	}
 	t.Parallel()
 	var table strings.Builder
 	fmt.Fprintln(&table, "| memory | short requests | long prefixes | short requests | all |\n|---|---|---|---|---|")

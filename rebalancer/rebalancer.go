@@ -446,11 +446,13 @@ func (r *Rebalancer) startResident(m Move) error {
 	if m.Out != m.In {
 		r.o.Places.Offload(m.Out)
 	}
-	if err := r.o.Places.MakeResident(m.In); err != nil {
+	switch err := r.o.Places.MakeResident(m.In); {
+	case err == nil:
+		r.counts.MadeResident++
+	case m.Out == m.In || !errors.Is(err, experts.ErrBusy):
 		return err
 	}
-	r.counts.MadeResident++
-	return nil
+	return nil // or Out has yet to leave: that counts as the move, and a later Tick fills the place
 }
 
 // promote starts the copy of a Promote or a Replace.

@@ -67,8 +67,9 @@ type Extent struct {
 	Worth float64
 	// Since when it is lent.
 	Since time.Duration
-	// Free: no expert has come to it.
-	Free bool
+	// Free: no expert is there, since FreeSince.
+	Free      bool
+	FreeSince time.Duration
 }
 
 // Decision is what a Core decides.
@@ -189,7 +190,7 @@ func (c *Core) returns(v *View, now time.Duration) (back []int) {
 		}
 		// What is hidden now would not be if experts had less memory and the link were busy.
 		loss := x.Worth * max(v.Exposed, v.Load)
-		unused := x.Free && now-x.Since >= c.o.Residence
+		unused := x.Free && now-x.FreeSince >= c.o.Residence && due
 		if !due || !unused && (gain <= 0 || gain <= c.o.Factor*loss) {
 			if due {
 				break

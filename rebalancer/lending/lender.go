@@ -114,6 +114,8 @@ type loan struct {
 	extent int
 	place  *experts.LentPlace // nil: the extent is still being withdrawn
 	since  time.Duration
+	// used is when an expert was last seen there.
+	used time.Duration
 	// back: it is to be returned.
 	back bool
 }
@@ -268,12 +270,17 @@ func (l *Lender) view(lacking, running int, now time.Duration) View {
 		e := Extent{Since: x.since, Free: true}
 		if x.place != nil {
 			if s := l.o.Store.PlaceState(x.place); s.Occupied {
-				e.Free, e.Worth = false, w.Lent[s.Expert]
-				if s.Moving && len(w.Next) > 0 { // it was chosen before the next one
+				x.used, e.Free = now, false
+				var known bool
+				// One that moves, or has come since Worth was told, was chosen before the next one.
+				if e.Worth, known = w.Lent[s.Expert]; (s.Moving || !known) && len(w.Next) > 0 {
 					e.Worth = w.Next[0]
+				} else if !known {
+					e.Worth = largest(w.Lent)
 				}
 			}
 		}
+		e.FreeSince = max(x.since, x.used)
 		v.Lent = append(v.Lent, e)
 	}
 	if x, ok := m.LeastUsed(); ok {
@@ -377,3 +384,11 @@ func (e *exposure) exposed() float64 { return share(share(e.meanWaited, e.meanCo
 
 // load is the share of time in which experts are copied.
 func (e *exposure) load() float64 { return share(e.meanCopied, e.meanTime) }
+
+// largest is the worth of the expert that is worth most; 0: there is none.
+func largest(of map[experts.ID]float64) (most float64) {
+	for _, x := range of {
+		most = max(most, x)
+	}
+	return most
+}
