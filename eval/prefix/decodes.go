@@ -3,7 +3,6 @@ package prefix
 import (
 	"context"
 	"errors"
-	"fmt"
 	"slices"
 	"time"
 
@@ -107,18 +106,10 @@ func Decodes(ctx context.Context, o DecodesOptions, r *Result, skip func(Place, 
 	m := decodes{o: o, r: r}
 	each := int64(o.Rounds * o.Steps * len(traffics))
 	m.total = int64(len(o.Places)) * each
-	for i, p := range o.Places {
-		err := m.place(ctx, p)
-		var opening *openError
-		switch {
-		case err == nil:
-		case errors.As(err, &opening) && skip != nil && skip(p, opening.err):
-			m.done = int64(i+1) * each
-		default:
-			return fmt.Errorf("prefix: %s: %w", p, err)
-		}
-	}
-	return nil
+	return eachPlace(o.Places, skip, func(i int, p Place) error {
+		m.done = int64(i) * each // also where places before were skipped
+		return m.place(ctx, p)
+	})
 }
 
 var traffics = []Traffic{Quiet, OwnStores, Stores, Loads}

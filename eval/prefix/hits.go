@@ -3,7 +3,6 @@ package prefix
 import (
 	"context"
 	"errors"
-	"fmt"
 	"slices"
 
 	"github.com/moeserve/moeserve/eval"
@@ -90,18 +89,10 @@ func Hits(ctx context.Context, o HitsOptions, r *Result, skip func(Place, error)
 	m := hits{o: o, r: r}
 	each := int64(len(o.Fractions)) * int64(o.Pool+o.Requests)
 	m.total = int64(len(o.Places)) * each
-	for i, p := range o.Places {
-		err := m.place(ctx, p)
-		var opening *openError
-		switch {
-		case err == nil:
-		case errors.As(err, &opening) && skip != nil && skip(p, opening.err):
-			m.done = int64(i+1) * each
-		default:
-			return fmt.Errorf("prefix: %s: %w", p, err)
-		}
-	}
-	return nil
+	return eachPlace(o.Places, skip, func(i int, p Place) error {
+		m.done = int64(i) * each // also where places before were skipped
+		return m.place(ctx, p)
+	})
 }
 
 // hits is a measurement of throughput by hits.

@@ -98,14 +98,20 @@ func TTFT(ctx context.Context, o TTFTOptions, r *Result, skip func(Place, error)
 	for _, p := range o.Places {
 		m.total += m.tokens(p)
 	}
-	for _, p := range o.Places {
-		err := m.place(ctx, p)
+	var before int64 // tokens of the places before, also where they were skipped
+	return eachPlace(o.Places, skip, func(_ int, p Place) error {
+		m.done, before = before, before+m.tokens(p)
+		return m.place(ctx, p)
+	})
+}
+
+// eachPlace measures the places in turn. An engine that cannot be opened (openError) ends it, unless
+// skip, which may be nil, accepts the error.
+func eachPlace(places []Place, skip func(Place, error) bool, measure func(i int, p Place) error) error {
+	for i, p := range places {
+		err := measure(i, p)
 		var opening *openError
-		switch {
-		case err == nil:
-		case errors.As(err, &opening) && skip != nil && skip(p, opening.err):
-			m.done += m.tokens(p)
-		default:
+		if err != nil && (!errors.As(err, &opening) || skip == nil || !skip(p, opening.err)) {
 			return fmt.Errorf("prefix: %s: %w", p, err)
 		}
 	}
