@@ -81,7 +81,17 @@ type Memory interface {
 	// accesses these bytes must be ordered before, by an event, a fence or Synchronize.
 	Read(off, n int64) []byte
 	Write(off, n int64) []byte
-	// Free releases the memory. All work that accesses it must have ended, and the host must
+	// Suspend gives the memory back to the device until Resume, and keeps its addresses, so that
+	// whatever contains them (tables, captured graphs) is valid again after Resume. The content is
+	// lost, and Usage no longer counts the memory. As before Free, all work that accesses it must
+	// have ended. Host memory may stay as it is where the driver cannot keep its addresses. A
+	// Suspend of suspended memory does nothing.
+	Suspend() error
+	// Resume gets memory for the addresses again, with undefined content. Errors are those of
+	// Alloc; after one the memory is still suspended, and Resume may be called again. A Resume of
+	// memory that is not suspended does nothing.
+	Resume() error
+	// Free releases the memory, suspended or not. All work that accesses it must have ended, and the host must
 	// have synchronized with it. A second Free is an error.
 	Free() error
 }
@@ -205,6 +215,16 @@ type Watcher interface {
 	Watch(p Point, w Work) (reached bool, err error)
 	// WatchEvent is Watch for the latest recording of ev.
 	WatchEvent(ev Event, w Work) (passed bool, err error)
+}
+
+// Helper is a Watcher that can run watched work on a goroutine that waits. The machine determines
+// which streams are Helpers.
+type Helper interface {
+	Watcher
+	// Await waits as p.Wait does. While it waits, and the stream has nothing to run and sleeps, the
+	// caller's goroutine runs the work of watches whose points are reached, so that the stream need
+	// not wake first. The caller must hold no lock that watched work may take.
+	Await(ctx context.Context, p Point) error
 }
 
 // Work is one operation that runs as a Go function on an Executor.

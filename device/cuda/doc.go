@@ -30,7 +30,7 @@
 //   - A fence is a 32-bit word in pinned memory. Streams wait for it with
 //     cuStreamWaitValue32 and signal it with cuStreamWriteValue32. An event recorded
 //     on a host stream has such a word too.
-//   - A host stream is one goroutine locked to its own thread.
+//   - A host stream is one goroutine locked to its own thread. Host streams are device.Helpers.
 //   - GPU streams are device.Capturers. A capture is local to its thread, so calls that
 //     CUDA may refuse during a capture still succeed on other threads.
 //   - CUDA has no error state per stream, only one per context, which ends the context.

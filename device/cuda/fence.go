@@ -257,21 +257,29 @@ func (f *fence) enqueued(op string, space device.Space, value uint32) error {
 }
 
 // Wait implements device.Fence.
-func (f *fence) Wait(ctx context.Context, value uint32) error {
+func (f *fence) Wait(ctx context.Context, value uint32) error { return f.wait(ctx, value, nil) }
+
+// wait is Wait; help, if it is not nil, is called between two looks.
+func (f *fence) wait(ctx context.Context, value uint32, help func()) error {
 	f.mu.Lock()
 	closed := f.closed
 	f.mu.Unlock()
 	if closed || f.m.closed.Load() {
 		return closedError("wait", device.Host, f.String())
 	}
-	return f.await(ctx, value)
+	return f.await(ctx, value, help)
 }
 
-func (f *fence) await(ctx context.Context, value uint32) error {
+func (f *fence) await(ctx context.Context, value uint32, help func()) error {
 	return f.m.waiting(f.label, func() error {
 		if !f.reached(value) {
 			what := func() string { return fmt.Sprintf("await %s at %d", f, value) }
-			err := f.m.poll(ctx, what, func() (bool, error) { return f.reached(value), nil })
+			err := f.m.poll(ctx, what, func() (bool, error) {
+				if help != nil {
+					help()
+				}
+				return f.reached(value), nil
+			})
 			if err != nil {
 				return err
 			}

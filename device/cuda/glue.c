@@ -70,7 +70,7 @@ CUresult ms_granularity(int device, size_t *bytes) {
   return cuMemGetAllocationGranularity(bytes, &prop, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED);
 }
 
-CUresult ms_device_alloc(CUcontext ctx, int device, size_t bytes, const int *access, int n, CUdeviceptr *at) {
+CUresult ms_device_map(CUcontext ctx, int device, size_t bytes, const int *access, int n, CUdeviceptr at) {
   CUmemAllocationProp prop = on_device(device);
   CUmemGenericAllocationHandle memory;
   CUmemAccessDesc rights[64];
@@ -78,28 +78,39 @@ CUresult ms_device_alloc(CUcontext ctx, int device, size_t bytes, const int *acc
   if (n > 64) return CUDA_ERROR_INVALID_VALUE;
   CURRENT(ctx);
   if ((r = cuMemCreate(&memory, bytes, &prop, 0)) != CUDA_SUCCESS) return r;
-  if ((r = cuMemAddressReserve(at, bytes, 0, 0, 0)) == CUDA_SUCCESS) {
-    if ((r = cuMemMap(*at, bytes, 0, memory, 0)) == CUDA_SUCCESS) {
-      for (int i = 0; i < n; i++) {
-        memset(&rights[i], 0, sizeof rights[i]);
-        rights[i].location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-        rights[i].location.id = access[i];
-        rights[i].flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-      }
-      r = cuMemSetAccess(*at, bytes, rights, n);
-      if (r != CUDA_SUCCESS) cuMemUnmap(*at, bytes);
+  if ((r = cuMemMap(at, bytes, 0, memory, 0)) == CUDA_SUCCESS) {
+    for (int i = 0; i < n; i++) {
+      memset(&rights[i], 0, sizeof rights[i]);
+      rights[i].location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+      rights[i].location.id = access[i];
+      rights[i].flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
     }
-    if (r != CUDA_SUCCESS) cuMemAddressFree(*at, bytes);
+    r = cuMemSetAccess(at, bytes, rights, n);
+    if (r != CUDA_SUCCESS) cuMemUnmap(at, bytes);
   }
   /* The mapping keeps the memory alive. */
   CUresult released = cuMemRelease(memory);
   return r != CUDA_SUCCESS ? r : released;
 }
 
-CUresult ms_device_free(CUcontext ctx, CUdeviceptr at, size_t bytes) {
+CUresult ms_device_unmap(CUcontext ctx, CUdeviceptr at, size_t bytes) {
+  CURRENT(ctx);
+  return cuMemUnmap(at, bytes);
+}
+
+CUresult ms_device_alloc(CUcontext ctx, int device, size_t bytes, const int *access, int n, CUdeviceptr *at) {
   CUresult r;
   CURRENT(ctx);
-  if ((r = cuMemUnmap(at, bytes)) != CUDA_SUCCESS) return r;
+  if ((r = cuMemAddressReserve(at, bytes, 0, 0, 0)) != CUDA_SUCCESS) return r;
+  r = ms_device_map(ctx, device, bytes, access, n, *at);
+  if (r != CUDA_SUCCESS) cuMemAddressFree(*at, bytes);
+  return r;
+}
+
+CUresult ms_device_free(CUcontext ctx, CUdeviceptr at, size_t bytes, int mapped) {
+  CUresult r;
+  CURRENT(ctx);
+  if (mapped && (r = cuMemUnmap(at, bytes)) != CUDA_SUCCESS) return r;
   return cuMemAddressFree(at, bytes);
 }
 

@@ -37,7 +37,9 @@ const char *ms_error_name(CUresult r);
 /* Memory of a device, mapped for it and for the peers listed (itself included). */
 CUresult ms_granularity(int device, size_t *bytes);
 CUresult ms_device_alloc(CUcontext ctx, int device, size_t bytes, const int *access, int n, CUdeviceptr *at);
-CUresult ms_device_free(CUcontext ctx, CUdeviceptr at, size_t bytes);
+CUresult ms_device_free(CUcontext ctx, CUdeviceptr at, size_t bytes, int mapped);
+CUresult ms_device_map(CUcontext ctx, int device, size_t bytes, const int *access, int n, CUdeviceptr at);
+CUresult ms_device_unmap(CUcontext ctx, CUdeviceptr at, size_t bytes);
 
 /* Pinned memory, portable to every context: the driver's own, or memory that the caller mapped. */
 CUresult ms_host_alloc(CUcontext ctx, size_t bytes, void **p);

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"runtime"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/moeserve/moeserve/device"
@@ -21,8 +22,15 @@ type hostStream struct {
 	// yields: the goroutine yields between polls, see minSpinProcs.
 	yields bool
 
-	mu   sync.Mutex
-	wake sync.Cond
+	// sleeper is where the goroutine's thread sleeps.
+	sleeper sleeper
+
+	// helpers is the number of goroutines in Await.
+	helpers atomic.Int32
+
+	mu sync.Mutex
+	// taken: the goroutine is awake, or a helper looks in its place.
+	taken bool
 	// queue holds the pending operations, starting at index first.
 	queue []hostOp
 	first int
@@ -36,12 +44,15 @@ type hostStream struct {
 	changed time.Time
 
 	// sides are GPU streams for copies from or to device memory; probed is when the
-	// devices were last checked for being alive; looked and ends are scratch space of look.
-	// Only the goroutine uses them.
+	// devices were last checked for being alive. Only the goroutine uses them.
 	sides  map[*gpu]*Stream
 	probed time.Time
-	looked []watch
-	ends   []watchEnd
+	// failed is the stream's error; looked, pending and ends are scratch space of look. Whoever has
+	// taken the stream uses them.
+	failed  error
+	looked  []watch
+	pending []*gpuRecording
+	ends    []watchEnd
 }
 
 type hostOpKind uint8
@@ -72,6 +83,8 @@ type hostOp struct {
 	fence    *fence
 	value    uint32
 	failure  error
+	// watched: it is the work of a watch.
+	watched bool
 	// reached receives the stream's error, unless abandoned is closed first.
 	reached   chan error
 	abandoned chan struct{}
@@ -80,8 +93,7 @@ type hostOp struct {
 var _ device.Watcher = (*hostStream)(nil)
 
 func (m *Machine) newHostStream(o device.StreamOptions) (device.Stream, error) {
-	s := &hostStream{m: m, name: o.Name, yields: runtime.GOMAXPROCS(0) < minSpinProcs, exited: make(chan struct{}), sides: map[*gpu]*Stream{}}
-	s.wake.L = &s.mu
+	s := &hostStream{m: m, name: o.Name, yields: runtime.GOMAXPROCS(0) < minSpinProcs, exited: make(chan struct{}), sides: map[*gpu]*Stream{}, taken: true}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.closed.Load() {
@@ -107,7 +119,7 @@ func (s *hostStream) enqueue(what string, o hostOp) error {
 		return closedError(what, device.Host, s.String())
 	}
 	s.push(o)
-	s.wake.Signal()
+	s.sleeper.wake()
 	return nil
 }
 
@@ -248,7 +260,7 @@ func (s *hostStream) Close() error {
 func (s *hostStream) end() {
 	s.mu.Lock()
 	s.closed, s.ending = true, true
-	s.wake.Signal()
+	s.sleeper.wake()
 	s.mu.Unlock()
 	<-s.exited
 }
@@ -265,37 +277,56 @@ func (s *hostStream) loop() {
 	defer close(s.exited)
 	runtime.LockOSThread()
 	precise()
-	var failed error
+	s.mu.Lock()
 	for {
-		s.mu.Lock()
-		s.busy = false
 		s.look()
 		for s.first == len(s.queue) && !s.ending {
-			if len(s.watches) == 0 {
-				s.wake.Wait()
-			} else {
-				s.rest()
-			}
+			s.rest()
 			s.look()
 		}
 		if s.first == len(s.queue) {
-			s.mu.Unlock()
 			break
 		}
-		o := s.queue[s.first]
-		s.queue[s.first] = hostOp{}
-		if s.first++; s.first == len(s.queue) {
-			s.queue, s.first = s.queue[:0], 0
-		}
-		s.busy = true
-		s.mu.Unlock()
-		failed = s.run(&o, failed)
+		s.runNext()
 	}
+	s.mu.Unlock()
 	s.unwatch()
 	for _, side := range s.sides {
 		// The goroutine has waited for each copy.
 		_ = side.destroy()
 	}
+}
+
+// runNext executes the first operation of the queue. The lock is held on entry and on return, and
+// released in between.
+func (s *hostStream) runNext() {
+	o := s.queue[s.first]
+	s.queue[s.first] = hostOp{}
+	if s.first++; s.first == len(s.queue) {
+		s.queue, s.first = s.queue[:0], 0
+	}
+	s.busy = true
+	s.mu.Unlock()
+	s.failed = s.run(&o, s.failed)
+	s.mu.Lock()
+	s.busy = false
+}
+
+// sleep sleeps until the queue or the watches change, or for d unless that is 0. Meanwhile helpers
+// may take the stream, each for one look. The lock is held on entry and on return, and released in
+// between.
+func (s *hostStream) sleep(d time.Duration) {
+	s.taken = false
+	s.sleeper.lie()
+	s.mu.Unlock()
+	s.sleeper.sleep(d)
+	s.mu.Lock()
+	for s.taken {
+		s.mu.Unlock()
+		yield()
+		s.mu.Lock()
+	}
+	s.taken = true
 }
 
 // run executes one operation while the stream's error is err, and returns the stream's
@@ -347,7 +378,7 @@ func (s *hostStream) run(o *hostOp, err error) error {
 		}
 		return o.event.await(context.Background(), o.gpuRec)
 	case hostAwait:
-		return o.fence.await(context.Background(), o.value)
+		return o.fence.await(context.Background(), o.value, nil)
 	}
 	return nil
 }

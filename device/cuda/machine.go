@@ -58,6 +58,8 @@ type Machine struct {
 	hosts   map[*hostStream]struct{}
 	events  map[*event]struct{}
 	fences  map[*fence]struct{}
+	// suspended memory is in no index.
+	suspended map[*memory]struct{}
 }
 
 var _ device.Machine = (*Machine)(nil)
@@ -88,7 +90,7 @@ func New(o Options) (*Machine, error) {
 	}
 	m := &Machine{
 		o: o, WallClock: device.WallClock{Opened: time.Now()}, version: version, registers: true, aborted: make(chan struct{}),
-		streams: map[*Stream]struct{}{}, hosts: map[*hostStream]struct{}{}, events: map[*event]struct{}{}, fences: map[*fence]struct{}{},
+		streams: map[*Stream]struct{}{}, hosts: map[*hostStream]struct{}{}, events: map[*event]struct{}{}, fences: map[*fence]struct{}{}, suspended: map[*memory]struct{}{},
 	}
 	for i, n := range o.GPUs {
 		switch {
@@ -274,7 +276,7 @@ func (m *Machine) Close() error {
 			problems = append(problems, err.Error())
 		}
 	}
-	for _, mem := range m.memory.all() {
+	for _, mem := range slices.Concat(m.memory.all(), snapshot(m, m.suspended)) {
 		problems = append(problems, fmt.Sprintf("memory %q (%d bytes on %s) was not freed", mem.label, mem.bytes, mem.space))
 		if err := mem.Free(); err != nil {
 			problems = append(problems, err.Error())

@@ -29,7 +29,7 @@ const (
 	smallBytes = 4 << 20
 )
 
-// memory is one allocation. Its fields do not change until it is freed.
+// memory is one allocation. Its fields do not change until it is freed, but for suspended.
 type memory struct {
 	m       *Machine
 	space   device.Space
@@ -43,6 +43,8 @@ type memory struct {
 	// driver allocated the memory.
 	data, mapping []byte
 	freed         atomic.Bool
+	// suspended memory has addresses, and nothing behind them. The owner's calls guard it.
+	suspended atomic.Bool
 }
 
 var _ device.Memory = (*memory)(nil)
@@ -99,7 +101,7 @@ func (mem *memory) account() *account {
 
 // allocError returns the error of an allocation that does not fit: the driver returned c,
 // or why is the cause.
-func (mem *memory) allocError(c int, why error) error {
+func (mem *memory) allocError(op string, c int, why error) error {
 	detail := fmt.Sprintf("%q, %d bytes requested", mem.label, mem.bytes)
 	if u, err := mem.m.Usage(mem.space); err == nil {
 		detail += fmt.Sprintf(", %d free of %d (%d used by other processes)", max(u.Free(), 0), u.Capacity, u.OtherProcesses)
@@ -107,7 +109,7 @@ func (mem *memory) allocError(c int, why error) error {
 	if why != nil {
 		detail += "; " + why.Error()
 	}
-	e := &device.Error{Op: "alloc", Space: mem.space, Detail: detail, Err: device.ErrOutOfMemory}
+	e := &device.Error{Op: op, Space: mem.space, Detail: detail, Err: device.ErrOutOfMemory}
 	if c != success {
 		e.Code, e.Name = c, errorName(c)
 	}
@@ -120,7 +122,7 @@ func (mem *memory) allocDevice() error {
 	mem.g = g
 	if mem.bytes > g.facts.memoryBytes {
 		// More than the device has: rounding and reserving such sizes could overflow.
-		return mem.allocError(success, nil)
+		return mem.allocError("alloc", success, nil)
 	}
 	mem.rounded = roundUp(mem.bytes, g.granularity)
 	var at C.CUdeviceptr
@@ -130,7 +132,7 @@ func (mem *memory) allocDevice() error {
 		mem.base = device.Addr(at)
 		return nil
 	case outOfMemory:
-		return mem.allocError(int(c), nil)
+		return mem.allocError("alloc", int(c), nil)
 	}
 	return g.fail("alloc", int(c), fmt.Sprintf("%q, %d bytes requested", mem.label, mem.bytes))
 }
@@ -139,7 +141,7 @@ func (mem *memory) allocHost() error {
 	if u, err := mem.m.Usage(device.Host); err != nil || mem.bytes > u.Free() {
 		// The operating system would not refuse the mapping; it would kill the process when
 		// the pages are touched.
-		return mem.allocError(success, err)
+		return mem.allocError("alloc", success, err)
 	}
 	g := mem.m.anyGPU()
 	mem.rounded = roundUp(mem.bytes, int64(os.Getpagesize()))
@@ -150,15 +152,15 @@ func (mem *memory) allocHost() error {
 	} else {
 		all, err := mapHost(mem.rounded, mem.m.o.TouchThreads, room)
 		if err != nil {
-			return mem.allocError(success, err)
+			return mem.allocError("alloc", success, err)
 		}
 		mem.mapping, p = all, unsafe.Pointer(unsafe.SliceData(all))
-		c = C.ms_host_register(g.context(), p, C.size_t(len(all)))
+		c = mem.register()
 	}
 	if c != success {
 		_ = mem.unmap()
 		if c == outOfMemory {
-			return mem.allocError(int(c), nil)
+			return mem.allocError("alloc", int(c), nil)
 		}
 		return g.fail("alloc", int(c), fmt.Sprintf("%q, %d bytes of pinned host memory requested", mem.label, mem.bytes))
 	}
@@ -185,15 +187,28 @@ func mapHost(bytes int64, threads int, room func(int64) bool) ([]byte, error) {
 	}
 	// Huge pages are only an optimization; a kernel without them refuses harmlessly.
 	_ = unix.Madvise(b, unix.MADV_HUGEPAGE)
+	if err := pageIn(b, threads, room); err != nil {
+		return nil, errors.Join(err, unix.Munmap(b))
+	}
+	return b, nil
+}
+
+// pageIn pages mapped memory in, as mapHost does.
+func pageIn(b []byte, threads int, room func(int64) bool) error {
 	for rest := b; len(rest) > 0; {
 		part := rest[:min(touchBytes, len(rest))]
 		rest = rest[len(part):]
 		if !room(int64(len(part))) {
-			return nil, errors.Join(fmt.Errorf("%d of %d bytes were paged in before the system ran out of memory", len(b)-len(rest)-len(part), len(b)), unix.Munmap(b))
+			return fmt.Errorf("%d of %d bytes were paged in before the system ran out of memory", len(b)-len(rest)-len(part), len(b))
 		}
 		touch(part, threads)
 	}
-	return b, nil
+	return nil
+}
+
+// register pins mapped memory.
+func (mem *memory) register() C.CUresult {
+	return C.ms_host_register(mem.m.anyGPU().context(), unsafe.Pointer(unsafe.SliceData(mem.mapping)), C.size_t(len(mem.mapping)))
 }
 
 // room waits up to growPatience until bytes plus spareBytes are available, and reports
@@ -238,13 +253,27 @@ func (mem *memory) unmap() error {
 // release returns the memory to the driver.
 func (mem *memory) release() error {
 	if mem.g != nil {
-		c := C.ms_device_free(mem.g.context(), C.CUdeviceptr(mem.base), C.size_t(mem.rounded))
+		mapped := C.int(1)
+		if mem.suspended.Load() {
+			mapped = 0
+		}
+		c := C.ms_device_free(mem.g.context(), C.CUdeviceptr(mem.base), C.size_t(mem.rounded), mapped)
 		// A lost device has no memory left to release.
 		if c == success || mem.g.lost.Load() != nil {
 			return nil
 		}
 		return mem.g.fail("free", int(c), fmt.Sprintf("%q", mem.label))
 	}
+	if !mem.suspended.Load() {
+		if err := mem.unpin("free"); err != nil {
+			return err
+		}
+	}
+	return mem.unmap()
+}
+
+// unpin has devices no longer access host memory.
+func (mem *memory) unpin(op string) error {
 	g := mem.m.anyGPU()
 	p := unsafe.Pointer(unsafe.SliceData(mem.data))
 	var c C.CUresult
@@ -256,9 +285,9 @@ func (mem *memory) release() error {
 	if c != success && g.lost.Load() == nil {
 		// The memory is still pinned: if it were unmapped, devices could write to pages
 		// that have a new owner.
-		return g.fail("free", int(c), fmt.Sprintf("%q", mem.label))
+		return g.fail(op, int(c), fmt.Sprintf("%q", mem.label))
 	}
-	return mem.unmap()
+	return nil
 }
 
 // Space implements device.Memory.
@@ -294,7 +323,119 @@ func (mem *memory) view(off, n int64) []byte {
 	if mem.freed.Load() {
 		panic(fmt.Sprintf("cuda: host access to memory %q after it was freed", mem.label))
 	}
+	if mem.suspended.Load() {
+		panic(fmt.Sprintf("cuda: host access to memory %q while it is suspended", mem.label))
+	}
 	return mem.data[off : off+n : off+n]
+}
+
+// Suspend implements device.Memory.
+func (mem *memory) Suspend() error {
+	m := mem.m
+	if mem.freed.Load() {
+		return closedError("suspend", mem.space, fmt.Sprintf("%q was freed before", mem.label))
+	}
+	if mem.g == nil && mem.mapping == nil || !mem.suspended.CompareAndSwap(false, true) {
+		return nil // what the driver itself has mapped keeps its addresses only while it is allocated
+	}
+	m.mu.Lock()
+	m.memory.remove(mem)
+	m.suspended[mem] = struct{}{}
+	mem.account().add(-mem.rounded)
+	m.mu.Unlock()
+	if err := mem.giveBack(); err != nil {
+		mem.awake() // it is still mapped, and pinned: a Resume must not get memory for it again
+		return err
+	}
+	if mem.g != nil {
+		return nil
+	}
+	if err := unix.Madvise(mem.mapping, unix.MADV_DONTNEED); err != nil {
+		return fmt.Errorf("cuda: drop the pages of suspended %q: %w", mem.label, err)
+	}
+	return nil
+}
+
+// giveBack unmaps device memory, and unpins host memory.
+func (mem *memory) giveBack() error {
+	if mem.g == nil {
+		return mem.unpin("suspend")
+	}
+	c := C.ms_device_unmap(mem.g.context(), C.CUdeviceptr(mem.base), C.size_t(mem.rounded))
+	if c == success || mem.g.lost.Load() != nil {
+		return nil
+	}
+	return mem.g.fail("suspend", int(c), fmt.Sprintf("%q", mem.label))
+}
+
+// awake takes memory that is there into the account again.
+func (mem *memory) awake() {
+	m := mem.m
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	mem.suspended.Store(false)
+	delete(m.suspended, mem)
+	m.memory.add(mem)
+	mem.account().add(mem.rounded)
+}
+
+// Resume implements device.Memory.
+func (mem *memory) Resume() error {
+	m := mem.m
+	if mem.freed.Load() {
+		return closedError("resume", mem.space, fmt.Sprintf("%q was freed before", mem.label))
+	}
+	if !mem.suspended.Load() {
+		return nil
+	}
+	if err := m.usable("resume", mem.space); err != nil {
+		return err
+	}
+	var err error
+	if mem.g != nil {
+		err = mem.mapAgain()
+	} else {
+		err = mem.pinAgain()
+	}
+	if err != nil {
+		return err
+	}
+	mem.awake()
+	return nil
+}
+
+// mapAgain gets device memory for the addresses.
+func (mem *memory) mapAgain() error {
+	g := mem.g
+	switch c := C.ms_device_map(g.context(), C.int(g.dev), C.size_t(mem.rounded), &g.access[0], C.int(len(g.access)), C.CUdeviceptr(mem.base)); c {
+	case success:
+		return nil
+	case outOfMemory:
+		return mem.allocError("resume", int(c), nil)
+	default:
+		return g.fail("resume", int(c), fmt.Sprintf("%q, %d bytes requested", mem.label, mem.bytes))
+	}
+}
+
+// pinAgain gets pinned memory for the addresses.
+func (mem *memory) pinAgain() error {
+	if u, err := mem.m.Usage(device.Host); err != nil || mem.bytes > u.Free() {
+		return mem.allocError("resume", success, err)
+	}
+	err := pageIn(mem.mapping, mem.m.o.TouchThreads, room)
+	if err == nil {
+		switch c := mem.register(); c {
+		case success:
+			return nil
+		case outOfMemory:
+			err = mem.allocError("resume", int(c), nil)
+		default:
+			err = mem.m.anyGPU().fail("resume", int(c), fmt.Sprintf("%q, %d bytes of pinned host memory requested", mem.label, mem.bytes))
+		}
+	} else {
+		err = mem.allocError("resume", success, err)
+	}
+	return errors.Join(err, unix.Madvise(mem.mapping, unix.MADV_DONTNEED))
 }
 
 // Free implements device.Memory.
@@ -305,8 +446,12 @@ func (mem *memory) Free() error {
 		m.mu.Unlock()
 		return closedError("free", mem.space, fmt.Sprintf("%q was freed before", mem.label))
 	}
-	m.memory.remove(mem)
-	mem.account().add(-mem.rounded)
+	if mem.suspended.Load() {
+		delete(m.suspended, mem)
+	} else {
+		m.memory.remove(mem)
+		mem.account().add(-mem.rounded)
+	}
 	m.mu.Unlock()
 	return mem.release()
 }

@@ -3,7 +3,9 @@
 package cuda
 
 import (
+	"context"
 	"runtime"
+	"slices"
 	"time"
 
 	"github.com/moeserve/moeserve/device"
@@ -12,7 +14,8 @@ import (
 // watch is work that a host stream executes once a fence has reached value, or a
 // recording has completed. While it has no other work, the stream's goroutine polls its
 // watches in turn: without a pause for spinFor after the latest change, then with sleeps
-// of at most watchNap.
+// of at most watchNap. Where another goroutine waits by Await, that one polls without a pause,
+// and the stream's sleeps at once.
 type watch struct {
 	work  device.Work
 	fence *fence
@@ -116,7 +119,7 @@ func (s *hostStream) watch(w watch) (bool, error) {
 		return false, closedError("watch", device.Host, s.String())
 	}
 	s.watches, s.changed = append(s.watches, w), time.Now()
-	s.wake.Signal()
+	s.sleeper.wake()
 	return false, nil
 }
 
@@ -137,16 +140,16 @@ func (s *hostStream) look() {
 	s.mu.Unlock()
 	s.ends = s.ends[:0]
 	// Recordings of one stream complete in order: those after a pending one need no
-	// query.
-	var pending *gpuRecording
+	// query. pending has one of each stream.
+	s.pending = s.pending[:0]
 	for i := range s.looked {
 		w := &s.looked[i]
 		over, err := false, error(nil)
-		if w.gpu == nil || pending == nil || w.gpu.epoch != pending.epoch || w.gpu.point < pending.point {
+		if w.gpu == nil || !slices.ContainsFunc(s.pending, w.gpu.follows) {
 			over, err = w.over()
-		}
-		if !over && w.gpu != nil {
-			pending = w.gpu
+			if !over && w.gpu != nil {
+				s.pending = append(s.pending, w.gpu)
+			}
 		}
 		if over {
 			w.drop()
@@ -154,6 +157,7 @@ func (s *hostStream) look() {
 		s.ends = append(s.ends, watchEnd{over, err})
 	}
 	clear(s.looked)
+	clear(s.pending)
 	s.mu.Lock()
 	// Watches were at most added meanwhile.
 	left := s.watches[:0]
@@ -162,7 +166,7 @@ func (s *hostStream) look() {
 			left = append(left, w)
 			continue
 		}
-		o := hostOp{kind: hostWork, work: w.work}
+		o := hostOp{kind: hostWork, work: w.work, watched: true}
 		if err := s.ends[i].err; err != nil {
 			o.kind, o.failure = hostFailed, err
 		}
@@ -175,13 +179,22 @@ func (s *hostStream) look() {
 	}
 }
 
+// follows reports whether a recording completes after another one of its stream.
+func (r *gpuRecording) follows(before *gpuRecording) bool {
+	return r.epoch == before.epoch && r.point >= before.point
+}
+
 // rest yields or sleeps before the next look. The lock is held on entry and on return, and
 // released in between.
 func (s *hostStream) rest() {
+	if len(s.watches) == 0 {
+		s.sleep(0)
+		return
+	}
 	waited := time.Since(s.changed)
-	s.mu.Unlock()
-	defer s.mu.Lock()
-	if waited < spinFor {
+	if waited < spinFor && s.helpers.Load() == 0 {
+		s.mu.Unlock()
+		defer s.mu.Lock()
 		if s.yields {
 			runtime.Gosched()
 		}
@@ -192,11 +205,45 @@ func (s *hostStream) rest() {
 	}
 	if time.Since(s.probed) > probeEvery {
 		s.probed = time.Now()
+		s.mu.Unlock()
 		for _, g := range s.m.gpus {
 			g.probe()
 		}
+		s.mu.Lock()
 	}
-	nap(min(watchNap, max(shortNap, waited/napShare)))
+	s.sleep(min(watchNap, max(shortNap, waited/napShare)))
+}
+
+// Await implements device.Helper.
+func (s *hostStream) Await(ctx context.Context, p device.Point) error {
+	f, err := s.m.fence("wait", device.Host, p.Fence)
+	if err != nil {
+		return err
+	}
+	s.helpers.Add(1)
+	defer s.helpers.Add(-1)
+	return f.wait(ctx, p.Value, s.help)
+}
+
+// help runs the work of watches that are over, if the stream's goroutine sleeps and has nothing
+// else to run. Nobody waits for the lock on its account for longer than a few instructions.
+func (s *hostStream) help() {
+	if !s.mu.TryLock() {
+		return
+	}
+	defer s.mu.Unlock()
+	if s.taken || s.first < len(s.queue) {
+		return
+	}
+	s.taken = true
+	s.look()
+	for s.first < len(s.queue) && s.queue[s.first].watched {
+		s.runNext()
+	}
+	s.taken = false
+	if s.first < len(s.queue) {
+		s.sleeper.wake()
+	}
 }
 
 // unwatch drops the remaining watches when the stream's goroutine ends.

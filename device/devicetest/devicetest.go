@@ -38,6 +38,7 @@ func Run(t *testing.T, open func(t *testing.T) device.Machine) {
 		{"Clock", 1, clock},
 		{"Memory", 1, memory},
 		{"OutOfMemory", 1, outOfMemory},
+		{"Suspend", 1, suspend},
 		{"CopyAllPairs", 1, copyAllPairs},
 		{"CopyArguments", 1, copyArguments},
 		{"Batches", 1, batches},
@@ -54,6 +55,7 @@ func Run(t *testing.T, open func(t *testing.T) device.Machine) {
 		{"WatchOutOfOrder", 1, watchesOutOfOrder},
 		{"WatchFails", 1, watchesFail},
 		{"WatchEnds", 1, watchesEnd},
+		{"Helps", 1, helps},
 		{"Errors", 1, streamErrors},
 		{"SignalWaitedFence", 1, signalWaitedFence},
 		{"RecordOnAnotherStream", 1, recordOnAnotherStream},
@@ -425,6 +427,79 @@ func outOfMemory(s *suite) {
 	if after.Allocated != u.Allocated {
 		s.Errorf("a refused allocation is accounted: %+v", after)
 	}
+}
+
+// suspend: memory that is suspended belongs to others, and has its addresses again when resumed.
+func suspend(s *suite) {
+	const size = 8 << 20 // of host memory that is not the driver's own
+	for _, sp := range s.m.Topology().Spaces() {
+		before, err := s.m.Usage(sp)
+		s.ok(err)
+		mem, err := s.m.Alloc(sp, size, "suspended")
+		s.ok(err)
+		addr := whole(mem).Addr
+		held, err := s.m.Usage(sp)
+		s.ok(err)
+		for range 2 {
+			s.ok(mem.Suspend())
+			u, err := s.m.Usage(sp)
+			s.ok(err)
+			if u.Allocated != before.Allocated {
+				s.Errorf("%s: %d bytes are allocated while memory is suspended, and %d before its allocation", sp, u.Allocated, before.Allocated)
+			}
+			if sp, ok := s.m.SpaceOf(addr); ok {
+				s.Errorf("the address of suspended memory lies on %s", sp)
+			}
+			other, err := s.m.Alloc(sp, size, "another")
+			s.ok(err)
+			if o := whole(other); o.Addr < addr+size && addr < o.End() {
+				s.Errorf("%v lies in suspended memory at %#x", o, addr)
+			}
+			s.ok(other.Free())
+			s.ok(mem.Suspend()) // nothing happens
+			if sp == device.Host {
+				s.panics("Write of suspended memory", func() { mem.Write(0, 1) })
+			}
+			s.ok(mem.Resume())
+			s.ok(mem.Resume()) // nothing happens
+			if whole(mem).Addr != addr {
+				s.Errorf("resumed memory is at %#x, and was at %#x", whole(mem).Addr, addr)
+			}
+			if u, err = s.m.Usage(sp); err != nil || u.Allocated != held.Allocated {
+				s.Errorf("%s: %d bytes are allocated after Resume, and %d before, %v", sp, u.Allocated, held.Allocated, err)
+			}
+			if s.m.Capabilities().KeepsData {
+				s.roundTrip(mem)
+			}
+		}
+		s.ok(mem.Suspend())
+		s.ok(mem.Free())
+		s.wants(mem.Resume(), "resume", device.ErrClosed)
+		s.wants(mem.Suspend(), "suspend", device.ErrClosed)
+		if after, err := s.m.Usage(sp); err != nil || after.Allocated != before.Allocated {
+			s.Errorf("%s: %d bytes are allocated after Free, and %d before, %v", sp, after.Allocated, before.Allocated, err)
+		}
+	}
+}
+
+// roundTrip writes all of mem, and reads it back.
+func (s *suite) roundTrip(mem device.Memory) {
+	s.Helper()
+	in, err := s.m.Alloc(device.Host, mem.Bytes(), "in")
+	s.ok(err)
+	out, err := s.m.Alloc(device.Host, mem.Bytes(), "out")
+	s.ok(err)
+	want := pattern(mem.Bytes(), 7)
+	copy(in.Write(0, mem.Bytes()), want)
+	st := s.stream(device.HBM(0), "round trip")
+	s.ok(st.Copy(whole(mem), whole(in)))
+	s.ok(st.Copy(whole(out), whole(mem)))
+	s.ok(st.Synchronize(s.ctx))
+	s.ok(st.Close())
+	if !bytes.Equal(out.Read(0, mem.Bytes()), want) {
+		s.Errorf("resumed memory on %s does not keep what is written", mem.Space())
+	}
+	s.ok(errors.Join(in.Free(), out.Free()))
 }
 
 func copyAllPairs(s *suite) {
@@ -1185,6 +1260,13 @@ func leak(t *testing.T, m device.Machine) {
 			t.Fatal(err)
 		}
 	}
+	asleep, err := m.Alloc(device.HBM(0), 4<<20, "forgotten while suspended")
+	if err == nil {
+		err = asleep.Suspend()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
 	kept, err := m.Alloc(device.HBM(0), 777, "released")
 	if err != nil {
 		t.Fatal(err)
@@ -1194,9 +1276,9 @@ func leak(t *testing.T, m device.Machine) {
 	}
 	err = m.Close()
 	if err == nil {
-		t.Fatal("Close is silent about two leaks")
+		t.Fatal("Close is silent about leaks")
 	}
-	for _, want := range []string{"forgotten on host", "forgotten on gpu0", "12345"} {
+	for _, want := range []string{"forgotten on host", "forgotten on gpu0", "forgotten while suspended", "12345"} {
 		if !strings.Contains(err.Error(), want) {
 			t.Errorf("%q does not name %q", err, want)
 		}

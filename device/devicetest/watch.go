@@ -1,9 +1,12 @@
 package devicetest
 
 import (
+	"context"
 	"errors"
 	"slices"
 	"sync"
+	"sync/atomic"
+	"time"
 
 	"github.com/moeserve/moeserve/device"
 )
@@ -193,4 +196,66 @@ func watchesEnd(s *suite) {
 	s.ok(other.Synchronize(s.ctx))
 	w.wants("executed")
 	s.ok(ev.Close())
+}
+
+// helps: who waits by Await sees what watched work signals, whichever goroutine runs it, never two
+// works of a stream at a time and those of its queue before those that are due later; a wait ends with
+// its context, and with the error of the fence.
+func helps(s *suite) {
+	w, gpu := s.watcher(), s.stream(device.HBM(0), "gpu")
+	h, ok := w.Watcher.(device.Helper)
+	if !ok {
+		return
+	}
+	due, done := s.fence(), s.fence()
+	var busy atomic.Bool
+	alone := func(then func() error) device.Work {
+		run := func(error) error {
+			if busy.Swap(true) {
+				s.Error("two works of a stream run at the same time")
+			}
+			defer busy.Store(false)
+			return then()
+		}
+		return device.Work{Host: true, Run: func(device.Access) error { return run(nil) }, Failed: func(err error) { _ = run(err) }}
+	}
+	ev := s.event()
+	const rounds = 200
+	executed, seen := 0, 0
+	var others sync.WaitGroup
+	for range 2 { // others that wait for the same
+		others.Go(func() {
+			if err := h.Await(s.ctx, device.Point{Fence: done, Value: rounds}); err != nil {
+				s.Errorf("Await: %v", err)
+			}
+		})
+	}
+	for i := range uint32(rounds) {
+		if i%16 == 0 {
+			time.Sleep(time.Millisecond) // the stream goes to sleep
+		}
+		s.ok(gpu.WaitFence(due, i+1))
+		s.ok(gpu.Record(ev))
+		w.pending(w.WatchEvent(ev, alone(func() error { seen = executed; return done.Signal(i + 1) })))
+		if i%3 == 0 {
+			s.ok(w.Execute(alone(func() error { executed++; return nil })))
+		}
+		s.ok(due.Signal(i + 1))
+		s.ok(h.Await(s.ctx, device.Point{Fence: done, Value: i + 1}))
+	}
+	others.Wait()
+	s.ok(w.Synchronize(s.ctx))
+	if executed != (rounds+2)/3 || seen == 0 {
+		s.Errorf("%d works ran, of which the last watched one saw %d", executed, seen)
+	}
+	cause := errors.New("the copy failed")
+	s.ok(done.Fail(rounds+1, cause))
+	if err := h.Await(s.ctx, device.Point{Fence: done, Value: rounds + 1}); !errors.Is(err, cause) {
+		s.Errorf("a failed fence: %v", err)
+	}
+	ctx, cancel := context.WithCancel(s.ctx)
+	cancel()
+	if err := h.Await(ctx, device.Point{Fence: done, Value: rounds + 2}); !errors.Is(err, context.Canceled) {
+		s.Errorf("a wait that is canceled: %v", err)
+	}
 }

@@ -14,7 +14,7 @@ const (
 	// Unordered: two accesses to the same bytes, at least one a write, that no event, fence
 	// or host wait orders.
 	Unordered FindingKind = iota
-	// UseAfterFree: an access to freed memory.
+	// UseAfterFree: an access to freed or suspended memory.
 	UseAfterFree
 	// EarlyFree: a Free that nothing orders after an access.
 	EarlyFree
@@ -265,6 +265,9 @@ func (c *checker) useAfterFree(d *accessRecord, r device.Range, write bool) {
 		f.First = Operation{Name: "free", Write: true, Bytes: mem.bytes}
 		f.Second = d.operation(mem, r, write)
 		f.Missing = "free the memory only when all that uses it has ended"
+		if mem.suspended {
+			f.First.Name, f.Missing = "suspend", "resume the memory before it is used"
+		}
 	} else if i := c.m.memory.at(r.Addr); i < len(c.m.memory.live) && c.m.memory.live[i].base < r.End() {
 		mem := c.m.memory.live[i]
 		f.Space, f.Label = mem.space.id, mem.label

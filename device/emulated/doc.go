@@ -36,7 +36,9 @@
 // A copy takes its path's latency, then transfers its bytes over all links of the path at
 // once; concurrent copies share a link's rate fairly. Work takes max(flops/rate,
 // bytes/rate) of its processor, which concurrent Work shares. Copies and work do not share
-// memory bandwidth.
+// memory bandwidth. Each GPU has a link of its own to the host, in each direction, and sets of
+// GPUs may share a rate behind it (Options.HostRoots). Other programs' copies take their share of a
+// link (Options.Traffic), and a link may slow down or fail for some time (Options.HostRates).
 //
 // # What it is not
 //

@@ -260,6 +260,41 @@ func TestLoseWhileRunning(t *testing.T) {
 	}
 }
 
+// Copies that begin or end while a GPU's link to the host is down fail, in both directions; others do not.
+func TestLinkDown(t *testing.T) {
+	o := links(2)
+	o.HostRates = []emulated.HostRate{{GPU: 1, Span: emulated.Span{From: 150 * time.Microsecond, Until: 400 * time.Microsecond}}}
+	m := open(t, o)
+	const n = 100_000 // 110 us from and to the host, 30 us between GPUs
+	host := alloc(t, m, device.Host, n, "host").Range(0, n)
+	gpu := []device.Range{alloc(t, m, device.HBM(0), n, "gpu0").Range(0, n), alloc(t, m, device.HBM(1), n, "gpu1").Range(0, n)}
+	s := stream(t, m, device.HBM(1), "copies")
+	for i, c := range []struct {
+		dst, src device.Range
+		fails    bool
+	}{
+		{gpu[1], host, false}, {host, gpu[1], true}, // which it is when this one ends, at 220 us
+		{gpu[1], host, true}, {gpu[0], gpu[1], false}, {gpu[0], host, false}, // the other link
+		{gpu[0], host, false}, {gpu[1], host, false},
+	} {
+		if err := s.Copy(c.dst, c.src); err != nil {
+			t.Fatal(err)
+		}
+		switch err := s.Synchronize(t.Context()); {
+		case c.fails && (!errors.Is(err, device.ErrCopyFailed) || !strings.Contains(err.Error(), "the link is down")):
+			t.Errorf("copy %d: %v", i, err)
+		case !c.fails && err != nil:
+			t.Errorf("copy %d at %v: %v", i, m.Now(), err)
+		}
+		if c.fails {
+			_ = s.Recover(t.Context())
+		}
+	}
+	if got := m.Now(); got < 500*time.Microsecond || got > 650*time.Microsecond {
+		t.Errorf("it took %v", got)
+	}
+}
+
 func TestLimit(t *testing.T) {
 	m := open(t, emulated.Options{GPUs: []emulated.GPU{{MemoryBytes: 1 << 20}}})
 	alloc(t, m, device.HBM(0), 1<<19, "half")

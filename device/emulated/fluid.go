@@ -37,10 +37,14 @@ type fluid struct {
 	// at is the time to which the flows have been advanced.
 	at    time.Duration
 	flows []*flow
-	// room, users and fixed are scratch space of share.
-	room  []float64
-	users []int
-	fixed []*flow
+	// background are flows of other programs, limits other rates of resources, for some time.
+	background []*background
+	limits     []limit
+	// room, users, active and fixed are scratch space of share.
+	room   []float64
+	users  []int
+	active []*flow
+	fixed  []*flow
 }
 
 // flow returns the flow of o, or nil if o takes no time.
@@ -96,13 +100,17 @@ func (f *fluid) end(fl *flow) time.Duration {
 	return f.at + time.Duration(math.Ceil(fl.left/fl.rate*1e9))
 }
 
-// next returns the time at which the first flow starts or ends; false if there is none.
+// next returns the time at which the first flow starts or ends, or rates change before; false if there
+// is no flow.
 func (f *fluid) next() (time.Duration, bool) {
-	first := time.Duration(math.MaxInt64)
+	if len(f.flows) == 0 {
+		return 0, false
+	}
+	first := f.change()
 	for _, fl := range f.flows {
 		first = min(first, f.end(fl))
 	}
-	return first, len(f.flows) > 0
+	return first, true
 }
 
 // advance drains all flows up to time to and calls ended for each flow that ends.
@@ -159,15 +167,10 @@ func (f *fluid) drain(to time.Duration) {
 
 // share sets the rates of all running flows.
 func (f *fluid) share() {
-	f.room = append(f.room[:0], f.rates...)
+	active := f.sharing()
 	f.users = append(f.users[:0], make([]int, len(f.rates))...)
-	open := 0
-	for _, fl := range f.flows {
-		fl.rate = 0
-		if !fl.running {
-			continue
-		}
-		open++
+	open := len(active)
+	for _, fl := range active {
 		for _, r := range fl.resources {
 			f.users[r]++
 		}
@@ -181,15 +184,15 @@ func (f *fluid) share() {
 				tightest = min(tightest, f.room[r]/float64(n))
 			}
 		}
-		for _, fl := range f.flows {
-			if fl.running && fl.rate == 0 && fl.limit > 0 {
+		for _, fl := range active {
+			if fl.rate == 0 && fl.limit > 0 {
 				tightest = min(tightest, fl.limit)
 			}
 		}
 		// Rounding may leave a resource with no rate; no flow may have rate 0.
 		tightest = max(tightest, 1e-9)
-		for _, fl := range f.flows {
-			if fl.running && fl.rate == 0 && f.bound(fl, tightest) {
+		for _, fl := range active {
+			if fl.rate == 0 && f.bound(fl, tightest) {
 				fl.rate = tightest
 				open--
 				f.fixed = append(f.fixed, fl)
@@ -234,7 +237,7 @@ func (m *Machine) pace(fl *flow) {
 		if fl.done {
 			return
 		}
-		end := m.fluid.end(fl)
+		end := min(m.fluid.end(fl), m.fluid.change())
 		m.mu.Unlock()
 		fl.sleep(end - m.wall.Now())
 		m.mu.Lock()

@@ -97,6 +97,7 @@ func New(o Options) (*Machine, error) {
 	for range m.spaces {
 		m.fluid.rates = append(m.fluid.rates, 1)
 	}
+	m.addTraffic()
 	if o.Check {
 		m.check = newChecker(m)
 	}
@@ -193,15 +194,17 @@ func (m *Machine) Close() error {
 		m.releaseWaiters(s)
 	}
 	m.streams = nil
-	for _, mem := range m.memory.live {
+	for _, mem := range slices.Concat(m.memory.live, m.memory.suspended) {
 		problems = append(problems, fmt.Sprintf("memory %q (%d bytes on %s) was not freed", mem.label, mem.bytes, mem.space.id))
 		mem.free = true
-		mem.space.usage.Allocated -= mem.rounded
+		if !mem.suspended {
+			mem.space.usage.Allocated -= mem.rounded
+		}
 		if err := mem.unmap(); err != nil {
 			problems = append(problems, err.Error())
 		}
 	}
-	m.memory.live = nil
+	m.memory.live, m.memory.suspended = nil, nil
 	for _, t := range m.memory.freed {
 		if err := t.unmap(); err != nil {
 			problems = append(problems, err.Error())

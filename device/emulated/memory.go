@@ -2,6 +2,7 @@ package emulated
 
 import (
 	"fmt"
+	"slices"
 	"sort"
 	"unsafe"
 
@@ -35,6 +36,8 @@ type memory struct {
 	// mapping is the whole mapping, data the part in use.
 	mapping, data []byte
 	free          bool
+	// suspended memory is in index.suspended, and its pages are inaccessible.
+	suspended bool
 	// users counts the queued and running operations known to access the memory.
 	users  int
 	shadow *shadow
@@ -47,6 +50,8 @@ type index struct {
 	// freed holds freed allocations, still mapped but inaccessible, on a checked machine;
 	// oldest first.
 	freed []*memory
+	// suspended allocations are still mapped but inaccessible.
+	suspended []*memory
 }
 
 // at returns the position of the first allocation that ends after a.
@@ -66,11 +71,13 @@ func (x *index) find(r device.Range) *memory {
 	return nil
 }
 
-// findFreed returns the freed allocation that contained a, or nil.
+// findFreed returns the freed or suspended allocation that contained a, or nil.
 func (x *index) findFreed(a device.Addr) *memory {
-	for i := len(x.freed) - 1; i >= 0; i-- {
-		if mem := x.freed[i]; mem.base <= a && a < mem.base+device.Addr(mem.bytes) {
-			return mem
+	for _, list := range [][]*memory{x.suspended, x.freed} {
+		for i := len(list) - 1; i >= 0; i-- {
+			if mem := list[i]; mem.base <= a && a < mem.base+device.Addr(mem.bytes) {
+				return mem
+			}
 		}
 	}
 	return nil
@@ -97,35 +104,52 @@ func (m *Machine) Alloc(s device.Space, bytes int64, label string) (device.Memor
 	if err != nil {
 		return nil, err
 	}
-	detail := fmt.Sprintf("%q, %d bytes requested", label, bytes)
 	if bytes <= 0 {
-		return nil, &device.Error{Op: "alloc", Space: s, Detail: detail + "; ask for more than 0"}
+		return nil, &device.Error{Op: "alloc", Space: s, Detail: fmt.Sprintf("%q, %d bytes requested; ask for more than 0", label, bytes)}
 	}
+	mem := &memory{m: m, space: sp, label: label, bytes: bytes, rounded: device.Align(bytes)}
+	detail, err := mem.room("alloc")
+	if err != nil {
+		return nil, err
+	}
+	if err := mem.mmap(); err != nil {
+		return nil, &device.Error{Op: "alloc", Space: s, Detail: detail + "; the system refused: " + err.Error(), Err: device.ErrOutOfMemory}
+	}
+	mem.live()
+	return mem, nil
+}
+
+// room returns an error unless the space has free memory for the allocation, and otherwise what
+// errors say of it.
+func (mem *memory) room(op string) (detail string, err error) {
+	sp := mem.space
+	detail = fmt.Sprintf("%q, %d bytes requested", mem.label, mem.bytes)
 	if sp.lost {
-		return nil, sp.lostErr("alloc", detail)
+		return detail, sp.lostErr(op, detail)
 	}
 	free := max(sp.usage.Free(), 0)
 	detail += fmt.Sprintf(", %d free of %d", free, sp.usage.Capacity)
 	if sp.usage.OtherProcesses > 0 {
 		detail += fmt.Sprintf(" (%d used by other processes)", sp.usage.OtherProcesses)
 	}
-	if bytes > free || device.Align(bytes) > free {
-		return nil, &device.Error{Op: "alloc", Space: s, Detail: detail, Err: device.ErrOutOfMemory}
+	if mem.bytes > free || device.Align(mem.bytes) > free {
+		return detail, &device.Error{Op: op, Space: sp.id, Detail: detail, Err: device.ErrOutOfMemory}
 	}
-	if f := m.fault(Point{Kind: RefuseAlloc, Space: s, Label: label, Bytes: bytes}); f != nil {
-		return nil, &device.Error{Op: "alloc", Space: s, Detail: detail + "; refused by fault injection", Err: f.cause(device.ErrOutOfMemory)}
+	if f := mem.m.fault(Point{Kind: RefuseAlloc, Space: sp.id, Label: mem.label, Bytes: mem.bytes}); f != nil {
+		return detail, &device.Error{Op: op, Space: sp.id, Detail: detail + "; refused by fault injection", Err: f.cause(device.ErrOutOfMemory)}
 	}
-	mem := &memory{m: m, space: sp, label: label, bytes: bytes, rounded: device.Align(bytes)}
-	if err := mem.mmap(); err != nil {
-		return nil, &device.Error{Op: "alloc", Space: s, Detail: detail + "; the system refused: " + err.Error(), Err: device.ErrOutOfMemory}
+	return detail, nil
+}
+
+// live adds the allocation to the account and to the index.
+func (mem *memory) live() {
+	u := &mem.space.usage
+	u.Allocated += mem.rounded
+	u.Peak = max(u.Peak, u.Allocated)
+	mem.m.memory.add(mem)
+	if mem.m.check != nil {
+		mem.shadow = newShadow(mem.bytes)
 	}
-	sp.usage.Allocated += mem.rounded
-	sp.usage.Peak = max(sp.usage.Peak, sp.usage.Allocated)
-	m.memory.add(mem)
-	if m.check != nil {
-		mem.shadow = newShadow(bytes)
-	}
-	return mem, nil
 }
 
 // SpaceOf implements device.Machine.
@@ -173,13 +197,32 @@ func (mem *memory) mmap() error {
 		// Huge pages only affect speed: a failure is ignored.
 		_ = unix.Madvise(all[guard:guard+size], unix.MADV_HUGEPAGE)
 	}
-	if mem.m.o.Check && !mem.m.o.NoData && mem.bytes <= poisonBytes {
-		mem.data[0] = poison
-		for n := 1; n < len(mem.data); n *= 2 {
-			copy(mem.data[n:], mem.data[:n])
-		}
-	}
+	mem.poison()
 	return nil
+}
+
+// poison fills memory without content with poison on a checked machine.
+func (mem *memory) poison() {
+	if !mem.m.o.Check || mem.m.o.NoData || mem.bytes > poisonBytes {
+		return
+	}
+	mem.data[0] = poison
+	for n := 1; n < len(mem.data); n *= 2 {
+		copy(mem.data[n:], mem.data[:n])
+	}
+}
+
+// pages are the pages in use, without guards; nil where the memory holds no data.
+func (mem *memory) pages() []byte {
+	if mem.m.o.NoData && mem.space.id != device.Host {
+		return nil
+	}
+	page := int64(unix.Getpagesize())
+	guard := int64(0)
+	if mem.m.o.Check {
+		guard = page
+	}
+	return mem.mapping[guard : guard+roundUp(mem.bytes, page)]
 }
 
 func (mem *memory) unmap() error {
@@ -246,10 +289,87 @@ func (mem *memory) touch(off, n int64, write bool) []byte {
 	if mem.free {
 		panic(fmt.Sprintf("emulated: host access to memory %q after it was freed", mem.label))
 	}
+	if mem.suspended {
+		panic(fmt.Sprintf("emulated: host access to memory %q while it is suspended", mem.label))
+	}
 	if c := mem.m.check; c != nil {
 		c.host(mem, r, write)
 	}
 	return mem.data[off : off+n : off+n]
+}
+
+// Suspend implements device.Memory.
+func (mem *memory) Suspend() error {
+	m := mem.m
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.calls++
+	if err := mem.unused("suspend"); err != nil || mem.suspended {
+		return err
+	}
+	if m.check != nil {
+		m.check.free(mem)
+	}
+	if pages := mem.pages(); pages != nil {
+		if err := unix.Mprotect(pages, unix.PROT_NONE); err != nil {
+			return fmt.Errorf("emulated: protect suspended %q: %w", mem.label, err)
+		}
+		if err := unix.Madvise(pages, unix.MADV_DONTNEED); err != nil {
+			return fmt.Errorf("emulated: drop the pages of suspended %q: %w", mem.label, err)
+		}
+	}
+	mem.space.usage.Allocated -= mem.rounded
+	m.memory.remove(mem)
+	mem.suspended, mem.shadow = true, nil
+	m.memory.suspended = append(m.memory.suspended, mem)
+	return nil
+}
+
+// Resume implements device.Memory.
+func (mem *memory) Resume() error {
+	m := mem.m
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.calls++
+	if err := mem.unused("resume"); err != nil || !mem.suspended {
+		return err
+	}
+	if _, err := mem.room("resume"); err != nil {
+		return err
+	}
+	if pages := mem.pages(); pages != nil {
+		if err := unix.Mprotect(pages, unix.PROT_READ|unix.PROT_WRITE); err != nil {
+			return fmt.Errorf("emulated: unprotect %q: %w", mem.label, err)
+		}
+		mem.poison()
+	}
+	mem.resumed()
+	mem.live()
+	return nil
+}
+
+// resumed removes the allocation from the suspended ones.
+func (mem *memory) resumed() {
+	mem.suspended = false
+	x := &mem.m.memory
+	x.suspended = slices.DeleteFunc(x.suspended, func(o *memory) bool { return o == mem })
+}
+
+// unused returns an error if the memory was freed, or an operation still uses it.
+func (mem *memory) unused(op string) error {
+	if mem.free {
+		return &device.Error{Op: op, Space: mem.space.id, Detail: fmt.Sprintf("%q was freed before", mem.label), Err: device.ErrClosed}
+	}
+	if mem.users == 0 {
+		return nil
+	}
+	if c := mem.m.check; c != nil {
+		c.freeInUse(mem)
+	}
+	return &device.Error{
+		Op: op, Space: mem.space.id,
+		Detail: fmt.Sprintf("%q is still used by %d operations that were enqueued; wait for them first", mem.label, mem.users),
+	}
 }
 
 // Free implements device.Memory.
@@ -258,24 +378,19 @@ func (mem *memory) Free() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.calls++
-	if mem.free {
-		return &device.Error{Op: "free", Space: mem.space.id, Detail: fmt.Sprintf("%q was freed before", mem.label), Err: device.ErrClosed}
-	}
-	if mem.users > 0 {
-		if m.check != nil {
-			m.check.freeInUse(mem)
-		}
-		return &device.Error{
-			Op: "free", Space: mem.space.id,
-			Detail: fmt.Sprintf("%q is still used by %d operations that were enqueued; wait for them first", mem.label, mem.users),
-		}
-	}
-	if m.check != nil {
-		m.check.free(mem)
+	if err := mem.unused("free"); err != nil {
+		return err
 	}
 	mem.free = true
-	mem.space.usage.Allocated -= mem.rounded
-	m.memory.remove(mem)
+	if mem.suspended {
+		mem.resumed()
+	} else {
+		if m.check != nil {
+			m.check.free(mem)
+		}
+		mem.space.usage.Allocated -= mem.rounded
+		m.memory.remove(mem)
+	}
 	if m.check != nil {
 		return mem.retire()
 	}

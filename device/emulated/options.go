@@ -34,6 +34,10 @@ type Options struct {
 	// processes use, by its number: peers' copies from and to it are slower by that much than
 	// the topology says, as OtherBandwidth reports. Default: none.
 	Busy map[int]float64
+	// Traffic is what other programs copy over links to the host, HostRates are rates of these links
+	// that change. Default: none.
+	Traffic   []Traffic
+	HostRates []HostRate
 	// Virtual makes the machine deterministic: operations run one at a time, in an order
 	// that Schedule decides, on a virtual clock. Default: a goroutine per stream, on the
 	// wall clock.
@@ -201,8 +205,8 @@ func (o *Options) Validate() error {
 		return fmt.Errorf("emulated: DeadlockAfter is %v, under 0", o.DeadlockAfter)
 	}
 	if o.Topology != nil {
-		if len(o.GPUs) != 0 || o.Host != (GPU{}) || o.HostLink != (Link{}) || o.PeerLink != (Link{}) || len(o.HostRoots) != 0 {
-			return fmt.Errorf("emulated: Topology describes the whole machine: leave GPUs, Host, HostLink, PeerLink and HostRoots unset")
+		if len(o.GPUs) != 0 || o.Host != (GPU{}) || o.HostLink != (Link{}) || o.PeerLink != (Link{}) || len(o.HostRoots)+len(o.Traffic)+len(o.HostRates) != 0 {
+			return fmt.Errorf("emulated: Topology describes the whole machine: leave GPUs, Host, HostLink, PeerLink, HostRoots, Traffic and HostRates unset")
 		}
 		return validateTopology(o.Topology)
 	}
@@ -243,7 +247,7 @@ func (o *Options) Validate() error {
 			rooted[g] = true
 		}
 	}
-	return nil
+	return o.validateTraffic()
 }
 
 func validateTopology(t *device.Topology) error {

@@ -18,7 +18,9 @@ const SpecHelp = `comma-separated settings of emulated devices, as
   hbm=8GiB           memory of each GPU (8G is the same; 8GB is 8*10^9 bytes)
   host=16GiB         pinned host memory
   pcie=55.3GB/s      rate between host and each GPU, in each direction
-  hostroot=100GB/s   rate that all GPUs share towards the host
+  hostroot=100GB/s   rate that all GPUs share towards the host; 0-3:9GB/s: a set
+  traffic=in1:9GB/s@1s-2s   copies of others to GPU 1 (out1: from it) for a time
+  hostlink=1:1GB/s@1s-2s   slower link to the host for a time; 1:down: it fails
   nvlink=395GB/s     rate in and out of each GPU towards its peers
   pairs=2-0:50GB/s   lower rate of two GPUs, in both directions; more with +
   busy=1:60%         share of a GPU's bandwidth that others use; more with +
@@ -61,7 +63,9 @@ var specKeys = map[string]specKey{
 	"host":     {true, func(s *spec, v string) error { return parseBytes(v, &s.o.Host.MemoryBytes) }},
 	"pcie":     {true, func(s *spec, v string) error { return parseByteRate(v, &s.o.HostLink.BytesPerSecond) }},
 	"nvlink":   {true, func(s *spec, v string) error { return parseByteRate(v, &s.o.PeerLink.BytesPerSecond) }},
-	"hostroot": {true, func(s *spec, v string) error { return parseByteRate(v, &s.hostRoot) }},
+	"hostroot": {true, func(s *spec, v string) error { return s.parseRoots(v) }},
+	"traffic":  {true, func(s *spec, v string) error { return s.parseTraffic(v) }},
+	"hostlink": {true, func(s *spec, v string) error { return s.parseHostRates(v) }},
 	"pairs": {true, func(s *spec, v string) error {
 		s.o.PairRates = map[device.Pair]float64{}
 		return parseEach(v, "pairs of GPUs and their rates like 1-0:395GB/s+2-0:50GB/s", func(name, value string) error {

@@ -33,6 +33,15 @@ func TestParseSpec(t *testing.T) {
 			HostLink: emulated.Link{Latency: 8 * time.Microsecond}, PeerLink: emulated.Link{Latency: 9500 * time.Nanosecond},
 			HostRoots: []emulated.Root{{GPUs: []int{0, 1}, BytesPerSecond: 100e9}}, Pace: true,
 		},
+		"gpus=4,pcie=50GB/s,hostroot=0-1:60GB/s+3:70GB/s,traffic=in1:30GB/s@10ms-50ms+out0:5GB/s@1s,hostlink=1:1GB/s+2:down@80ms-": {
+			GPUs: gpus(4, emulated.GPU{}), HostLink: emulated.Link{BytesPerSecond: 50e9},
+			HostRoots: []emulated.Root{{GPUs: []int{0, 1}, BytesPerSecond: 60e9}, {GPUs: []int{3}, BytesPerSecond: 70e9}},
+			Traffic: []emulated.Traffic{
+				{GPU: 1, BytesPerSecond: 30e9, Span: emulated.Span{From: 10 * time.Millisecond, Until: 50 * time.Millisecond}},
+				{GPU: 0, ToHost: true, BytesPerSecond: 5e9, Span: emulated.Span{From: time.Second}},
+			},
+			HostRates: []emulated.HostRate{{GPU: 1, BytesPerSecond: 1e9}, {GPU: 2, Span: emulated.Span{From: 80 * time.Millisecond}}},
+		},
 		"hbm=80G,host=512M":      {GPUs: gpus(3, emulated.GPU{MemoryBytes: 80 << 30}), Host: emulated.GPU{MemoryBytes: 512 << 20}},
 		"hbm=1.5GB,host=2048KiB": {GPUs: gpus(3, emulated.GPU{MemoryBytes: 1_500_000_000}), Host: emulated.GPU{MemoryBytes: 2 << 20}},
 	} {
@@ -49,29 +58,38 @@ func TestParseSpec(t *testing.T) {
 
 func TestParseSpecErrors(t *testing.T) {
 	for spec, want := range map[string]string{
-		"gpu=3":                `unknown key "gpu"; the keys are busy, bw, check, `,
-		"gpus=0":               `key "gpus": "0": want a number of GPUs from 1`,
-		"gpus":                 `key "gpus" needs a value`,
-		"virtual=yes":          `key "virtual" takes no value`,
-		"gpus=1,gpus=2":        `key "gpus" is given twice`,
-		"gpus=1,,check":        "empty setting",
-		"hbm=8":                `key "hbm": "8": the unit is missing: want a size over 0 like 8GiB`,
-		"hbm=-8GiB":            `key "hbm"`,
-		"hbm=8gib":             `key "hbm"`,
-		"hbm=0GiB":             `key "hbm"`,
-		"hbm=9999999TiB":       `key "hbm"`,
-		"hbm=1.2.3GiB":         `key "hbm"`,
-		"pcie=55GB":            `key "pcie": "55GB": want a rate over 0 like 55.3GB/s`,
-		"nvlink=/s":            `key "nvlink"`,
-		"flops=800":            `key "flops": "800": the unit is missing: want flops per second over 0 like 800T`,
-		"latency=8":            `key "latency": "8": want a duration like 8us`,
-		"latency=-8us":         `key "latency"`,
-		"seed=-1":              `key "seed"`,
-		"schedule=soon":        `key "schedule": "soon": want eager, lazy or random`,
-		"virtual,pace":         "use only one of pace and virtual",
-		"nodata":               "nodata needs virtual",
-		"schedule=random":      "schedule=random needs virtual",
-		"hostroot=0GB/s,check": `key "hostroot"`,
+		"gpu=3":                                 `unknown key "gpu"; the keys are busy, bw, check, `,
+		"gpus=0":                                `key "gpus": "0": want a number of GPUs from 1`,
+		"gpus":                                  `key "gpus" needs a value`,
+		"virtual=yes":                           `key "virtual" takes no value`,
+		"gpus=1,gpus=2":                         `key "gpus" is given twice`,
+		"gpus=1,,check":                         "empty setting",
+		"hbm=8":                                 `key "hbm": "8": the unit is missing: want a size over 0 like 8GiB`,
+		"hbm=-8GiB":                             `key "hbm"`,
+		"hbm=8gib":                              `key "hbm"`,
+		"hbm=0GiB":                              `key "hbm"`,
+		"hbm=9999999TiB":                        `key "hbm"`,
+		"hbm=1.2.3GiB":                          `key "hbm"`,
+		"pcie=55GB":                             `key "pcie": "55GB": want a rate over 0 like 55.3GB/s`,
+		"nvlink=/s":                             `key "nvlink"`,
+		"flops=800":                             `key "flops": "800": the unit is missing: want flops per second over 0 like 800T`,
+		"latency=8":                             `key "latency": "8": want a duration like 8us`,
+		"latency=-8us":                          `key "latency"`,
+		"seed=-1":                               `key "seed"`,
+		"schedule=soon":                         `key "schedule": "soon": want eager, lazy or random`,
+		"virtual,pace":                          "use only one of pace and virtual",
+		"nodata":                                "nodata needs virtual",
+		"schedule=random":                       "schedule=random needs virtual",
+		"hostroot=0GB/s,check":                  `key "hostroot"`,
+		"hostroot=1-0:5GB/s":                    `key "hostroot": "1-0:5GB/s": want a rate that all GPUs share, or sets of GPUs with rates like 0-3:`,
+		"hostroot=0-9:5GB/s":                    "a host root names gpu3, but there are 3 GPUs",
+		"traffic=1:30GB/s":                      `key "traffic": "1:30GB/s": want copies of others to and from GPUs like in1:30GB/s@10ms-50ms`,
+		"traffic=in1:30GB/s@1":                  `key "traffic"`,
+		"traffic=in1:30GB/s":                    "traffic of gpu1, and the links to the host have no rate; set HostLink (pcie=)",
+		"pcie=1GB/s,traffic=in7:30GB/s":         "traffic of gpu7, but there are 3 GPUs",
+		"pcie=1GB/s,traffic=in1:30GB/s@9ms-3ms": "from 9ms to 3ms: it must end after it begins",
+		"hostlink=1:slow":                       `key "hostlink": "1:slow": want rates of GPUs' links like 1:1GB/s@10ms-50ms+2:down@80ms`,
+		"pcie=1GB/s,hostlink=1:2GB/s":           "above that of HostLink (pcie=), 1e+09",
 	} {
 		if _, err := emulated.ParseSpec(spec); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%q: %v, want an error that says %q", spec, err, want)
@@ -94,7 +112,7 @@ func TestSpecHelp(t *testing.T) {
 }
 
 func FuzzParseSpec(f *testing.F) {
-	for _, s := range []string{"", "gpus=2,hbm=8GiB,virtual", "pcie=55.3GB/s,latency=8us", "flops=1e9T", "seed=18446744073709551616", "hostroot=1B/s,gpus=1024"} {
+	for _, s := range []string{"", "gpus=2,hbm=8GiB,virtual", "pcie=55.3GB/s,latency=8us", "flops=1e9T", "seed=18446744073709551616", "hostroot=1B/s,gpus=1024", "pcie=1B/s,traffic=in1:30GB/s@10ms-,hostlink=1:1B/s@1s-2s+0:down,hostroot=0-1:1B/s"} {
 		f.Add(s)
 	}
 	f.Fuzz(func(t *testing.T, s string) {

@@ -644,6 +644,9 @@ func (m *Machine) copyError(s *stream, o *op) error {
 			return sp.lostErr("copy", fmt.Sprintf("%s: %d bytes from %s to %s", s, o.bytes, from.id, to.id))
 		}
 	}
+	if m.down(from.id, to.id) {
+		return s.downErr(o)
+	}
 	if len(m.faults) == 0 {
 		return nil
 	}
@@ -723,13 +726,24 @@ func (m *Machine) notifyWork(s *stream, failed func(error), err error) {
 	_ = m.unlocked(func(device.Access) error { failed(err); return nil }, &s.access)
 }
 
-// copyErrorAfter returns an error if the source's or destination's GPU was lost during the
-// copy.
+// downErr is the error of a copy over a link that is down.
+func (s *stream) downErr(o *op) error {
+	return &device.Error{
+		Op: "copy", Space: s.sp.id, Err: device.ErrCopyFailed,
+		Detail: fmt.Sprintf("%s: %d bytes from %s to %s; the link is down", s, o.bytes, o.srcMem.space.id, o.dstMem.space.id),
+	}
+}
+
+// copyErrorAfter returns an error if the source's or destination's GPU was lost, or the link went
+// down, during the copy.
 func (m *Machine) copyErrorAfter(s *stream, o *op) error {
 	for _, sp := range [...]*space{o.srcMem.space, o.dstMem.space} {
 		if sp.lost {
 			return sp.lostErr("copy", fmt.Sprintf("%s: %d bytes", s, o.bytes))
 		}
+	}
+	if m.down(o.srcMem.space.id, o.dstMem.space.id) {
+		return s.downErr(o)
 	}
 	return nil
 }

@@ -97,6 +97,14 @@ func TestModels(t *testing.T) {
 	rooted.HostRoots = []emulated.Root{{GPUs: []int{0, 1}, BytesPerSecond: 1e9}}
 	delayed := links(2)
 	delayed.Host.FlopsPerSecond = 1e9
+	beside := links(2)
+	beside.Host.FlopsPerSecond = 1e9
+	beside.Traffic = []emulated.Traffic{
+		{GPU: 0, Span: emulated.Span{From: 60 * us, Until: 160 * us}},
+		{GPU: 1, ToHost: true, BytesPerSecond: 0.25e9, Span: emulated.Span{Until: time.Second}},
+	}
+	crawls := links(2)
+	crawls.HostRates = []emulated.HostRate{{GPU: 0, BytesPerSecond: 0.1e9, Span: emulated.Span{From: 60 * us, Until: 160 * us}}, {GPU: 1, BytesPerSecond: 0.5e9}}
 	for _, c := range []struct {
 		name string
 		o    emulated.Options
@@ -112,6 +120,10 @@ func TestModels(t *testing.T) {
 		{"two links", links(2), []job{{to: g(0), bytes: 100_000}, {to: g(1), bytes: 100_000}}, []time.Duration{110 * us, 110 * us}},
 		{"both directions", links(2), []job{{to: g(0), bytes: 100_000}, {from: g(0), to: device.Host, bytes: 100_000}}, []time.Duration{110 * us, 110 * us}},
 		{"behind one root", rooted, []job{{to: g(0), bytes: 100_000}, {to: g(1), bytes: 100_000}, {to: g(2), bytes: 100_000}}, []time.Duration{210 * us, 210 * us, 110 * us}},
+		{"beside traffic that comes and goes", beside, []job{{to: g(0), bytes: 200_000}, {to: g(1), bytes: 100_000}}, []time.Duration{260 * us, 110 * us}},
+		{"beside traffic of the other direction", beside, []job{{from: g(0), to: device.Host, bytes: 100_000}, {from: g(1), to: device.Host, bytes: 75_000}}, []time.Duration{110 * us, 110 * us}},
+		{"a copy that comes within traffic", beside, []job{{to: g(0), bytes: 20_000}, {to: g(0), bytes: 40_000, after: 100 * us}}, []time.Duration{30 * us, 175 * us}},
+		{"a link that crawls for a time", crawls, []job{{to: g(0), bytes: 100_000}, {from: g(1), to: device.Host, bytes: 50_000}}, []time.Duration{200 * us, 110 * us}},
 		{"host and peer into one GPU", links(2), []job{{to: g(0), bytes: 100_000}, {from: g(1), to: g(0), bytes: 100_000}}, []time.Duration{110 * us, 30 * us}},
 		{"two peers into one GPU", links(3), []job{{from: g(1), to: g(0), bytes: 100_000}, {from: g(2), to: g(0), bytes: 100_000}}, []time.Duration{55 * us, 55 * us}},
 		{"a copy that comes later", delayed, []job{{to: g(0), bytes: 100_000}, {to: g(0), bytes: 100_000, after: 50 * us}}, []time.Duration{160 * us, 210 * us}},

@@ -29,6 +29,8 @@ type Note struct {
 	// Priority of a copy's request: demand, prefetch, kv-load, kv-store, migration. StartedAs
 	// is the priority at the start of the copy, if it was another.
 	Priority, StartedAs string
+	// Relay is the GPU whose link with the host a copy takes in place of that of its own GPU.
+	Relay string
 	// Cause of a wait.
 	Cause string
 	// Detail is a copy's own name.

@@ -160,7 +160,7 @@ const maxGap = int64(10 * time.Microsecond)
 
 // continues reports whether x is the next chunk of the copy.
 func (o *operation) continues(x *operation) bool {
-	return o.chunks > 0 && x.Err == nil && x.Note != nil && x.Note.copy == o.Note.copy && x.Note.StartedAs == o.Note.StartedAs &&
+	return o.chunks > 0 && x.Err == nil && x.Note != nil && x.Note.copy == o.Note.copy && x.Note.StartedAs == o.Note.StartedAs && x.Note.Relay == o.Note.Relay &&
 		x.start-o.end <= maxGap
 }
 
@@ -291,6 +291,7 @@ func (n *Note) print(a *args, took time.Duration) {
 	a.text("tier", n.Tier)
 	a.text("priority", n.Priority)
 	a.text("started_as", n.StartedAs)
+	a.text("relay", n.Relay)
 	a.text("cause", n.Cause)
 	a.text("copy", n.Detail)
 	if s := &n.Shape; *s != (Shape{}) {
