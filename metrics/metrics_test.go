@@ -190,3 +190,26 @@ func TestConcurrent(t *testing.T) {
 		t.Errorf("%s", text)
 	}
 }
+
+// TestWithLabel: series get the label, unless they have it, and two collectors of the same metrics
+// have one family.
+func TestWithLabel(t *testing.T) {
+	h := metrics.NewHistogram(metrics.NewDesc("h", "H."), []float64{1})
+	h.Observe(0.5)
+	one := collect(func(to *metrics.Sink) {
+		to.Gauge(metrics.NewDesc("g", "G.", "a"), 1, "x")
+		to.Gauge(metrics.NewDesc("own", "Own.").With("model", "mine"), 2)
+		h.Collect(to)
+	})
+	got := write(t, metrics.WithLabel(one, "model", "m"), metrics.WithLabel(collect(func(to *metrics.Sink) {
+		to.Gauge(metrics.NewDesc("g", "G.", "a"), 3, "x")
+	}), "model", "n"))
+	for _, want := range []string{`g{a="x",model="m"} 1`, `g{a="x",model="n"} 3`, `own{model="mine"} 2`, `h_bucket{model="m",le="1"} 1`} {
+		if !strings.Contains(got, want) {
+			t.Errorf("%s\nhas no %s", got, want)
+		}
+	}
+	if strings.Count(got, "# HELP g ") != 1 {
+		t.Errorf("%s\nhas a family twice", got)
+	}
+}

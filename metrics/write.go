@@ -92,6 +92,34 @@ func (s *Sink) add(d *Desc, k kind, one series) {
 	f.series = append(f.series, one)
 }
 
+// labeled is a collector whose series get a label.
+type labeled struct {
+	of    Collector
+	label label
+}
+
+// WithLabel returns a collector whose series have a label more, but for those that have one of that
+// name.
+func WithLabel(c Collector, name, value string) Collector { return labeled{c, label{name, value}} }
+
+// Collect implements Collector.
+func (l labeled) Collect(to *Sink) {
+	own := &Sink{families: map[string]*family{}}
+	l.of.Collect(own)
+	if own.err != nil {
+		to.fail(own.err)
+	}
+	for _, f := range own.families {
+		for _, one := range f.series {
+			if !slices.ContainsFunc(one.labels, func(x label) bool { return x.name == l.label.name }) {
+				one.labels = append(slices.Clone(one.labels), l.label)
+				slices.SortFunc(one.labels, func(a, b label) int { return strings.Compare(a.name, b.name) })
+			}
+			to.add(f.desc, f.kind, one)
+		}
+	}
+}
+
 func (s *Sink) fail(err error) { s.err = cmp.Or(s.err, err) }
 
 // Write writes the metrics of all collectors. A name that has two meanings, or a series that is

@@ -47,6 +47,9 @@ type Config struct {
 	fullLayers int
 }
 
+// FullLayers is the number of the model's layers, of which Layers are left after WithLayers.
+func (c *Config) FullLayers() int { return c.fullLayers }
+
 // Attention is that of every layer.
 type Attention struct {
 	Heads, KVHeads, HeadDim int

@@ -15,6 +15,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/moeserve/moeserve/tools/racedetector"
 	"github.com/moeserve/moeserve/untrusted"
 )
 
@@ -279,6 +280,7 @@ func TestErrors(t *testing.T) {
 // TestLimits holds templates that would take forever, or all memory, to their bounds: one
 // that met none would not end.
 func TestLimits(t *testing.T) {
+	racedetector.SkipSequential(t)
 	for name, text := range map[string]string{
 		"loops":         `{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}{% endfor %}{% endfor %}{% endfor %}`,
 		"output":        `{% for a in range(9999) %}{% for b in range(9999) %}xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx{% endfor %}{% endfor %}`,

@@ -8,6 +8,8 @@ import (
 	"math"
 	"strings"
 	"testing"
+
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // file makes a safetensors file of a header and n bytes of data 0, 1, 2, ...
@@ -39,6 +41,7 @@ func muchMetadata(n int) string {
 
 // TestManyTensors: a checkpoint of the maximum number of tensors opens.
 func TestManyTensors(t *testing.T) {
+	racedetector.SkipSequential(t)
 	c, err := Parse("f", file(manyTensors(maxTensors), 0))
 	if err != nil || c.Len() != maxTensors {
 		t.Fatal(err)
@@ -46,6 +49,7 @@ func TestManyTensors(t *testing.T) {
 }
 
 func TestHeaderRefused(t *testing.T) {
+	racedetector.SkipSequential(t)
 	const ok = `"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}`
 	withLength := func(n uint64) []byte {
 		return append(binary.LittleEndian.AppendUint64(nil, n), "{}"...)

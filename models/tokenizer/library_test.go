@@ -12,6 +12,8 @@ import (
 
 	sugarme "github.com/sugarme/tokenizer"
 	"github.com/sugarme/tokenizer/pretrained"
+
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 var update = flag.Bool("update", false, "write testdata/library_differences.json")
@@ -33,6 +35,7 @@ const differencesFile = "library_differences.json"
 // TestLibraryDifferences measures the library against the reference and compares with the recorded list, so that the
 // list stays true, also after an upgrade. With -update it writes the list.
 func TestLibraryDifferences(t *testing.T) {
+	racedetector.SkipSequential(t)
 	path := filepath.Join("testdata", differencesFile)
 	recorded := map[string]difference{}
 	if b, err := os.ReadFile(path); err == nil {

@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"golang.org/x/text/unicode/norm"
+
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // TestLongWords holds encoding to near-linear time: a text of 128 KiB takes what sixteen of 8 KiB take, and with a quadratic
@@ -17,6 +19,7 @@ import (
 // own code and of the libraries' (normalizing, splitting, searching added tokens, merging), so there is no one thing to
 // count; it is measured in the processor's time, which others on the machine do not add to.
 func TestLongWords(t *testing.T) {
+	racedetector.SkipSequential(t)
 	texts := map[string]func(n int) string{
 		"one letter": func(n int) string { return strings.Repeat("e", n) },
 		"letters":    func(n int) string { return strings.Repeat("thexpertcacherouter", n/19) },

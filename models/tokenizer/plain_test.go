@@ -10,6 +10,8 @@ import (
 	"strings"
 	"testing"
 	"unicode/utf8"
+
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // everyTokenizer calls check with the small tokenizers of testdata, and with the published ones where they are.
@@ -70,6 +72,7 @@ func (t *Pipeline) countMarkup(ids []int32) (n int) {
 // TestPlain encodes prompts of which parts are plain text. Added tokens in these, or across their ends, do not become
 // ids of such; where they have none, nothing changes.
 func TestPlain(t *testing.T) {
+	racedetector.SkipSequential(t)
 	everyTokenizer(t, func(t *testing.T, tok *Pipeline) {
 		rng := rand.New(rand.NewPCG(1, 2))
 		markup := slices.DeleteFunc(slices.Sorted(maps.Keys(tok.added)), func(c string) bool { return strings.TrimSpace(c) == "" })
@@ -179,6 +182,7 @@ func TestPlainForgery(t *testing.T) {
 // TestEncodeLimit encodes texts of more ids than their limit: the ids up to it are those of the whole text, and a text
 // of any length costs what the limit does.
 func TestEncodeLimit(t *testing.T) {
+	racedetector.SkipSequential(t)
 	everyTokenizer(t, func(t *testing.T, tok *Pipeline) {
 		rng := rand.New(rand.NewPCG(3, 4))
 		for range 50 {

@@ -12,6 +12,8 @@ import (
 	"strings"
 	"testing"
 	"unicode/utf8"
+
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // families are the published tokenizers that MOESERVE_TESTDATA holds with vectors from the reference.
@@ -89,6 +91,7 @@ func loadVectors(t testing.TB, family string) []vector {
 }
 
 func TestReferenceVectors(t *testing.T) {
+	racedetector.SkipSequential(t)
 	for _, family := range families {
 		t.Run(family, func(t *testing.T) {
 			tok := loadFamily(t, family)
@@ -178,6 +181,7 @@ func longTexts(t testing.TB) map[string][]string {
 
 // TestReferenceLongTexts compares digests of ids over the MT-Bench prompts and a megabyte of mixed text.
 func TestReferenceLongTexts(t *testing.T) {
+	racedetector.SkipSequential(t)
 	type digest struct {
 		Tokens  int
 		Strings int
