@@ -36,6 +36,8 @@ type Options struct {
 	// BatchBelow is the mean size of the pieces of a chunk below which they are copied as one
 	// batch: the larger they are, the less each one's latency weighs. Default: 32 MiB.
 	BatchBelow int64
+	// Multipath is how copies use several PCIe links, see Engine.AddRelay.
+	Multipath Multipath
 	// Kernel copies small pieces, where it is faster than the copy engines. Default: none.
 	Kernel *Kernel
 	// Timed: copies have Times, which costs the device timed events around each chunk.
@@ -69,6 +71,7 @@ func (o Options) EnsureDefaults() Options {
 	if o.BatchBelow == 0 {
 		o.BatchBelow = defaultBatchBelow
 	}
+	o.Multipath = o.Multipath.ensureDefaults(o.Depth)
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
@@ -88,10 +91,11 @@ func (o Options) Validate() error {
 		return fmt.Errorf("transfer: invalid window %v: must be positive", o.Window)
 	case o.BatchBelow < 0:
 		return fmt.Errorf("transfer: invalid batches of pieces below %d bytes: must be at least 1", o.BatchBelow)
-	case o.Kernel != nil:
-		return o.Kernel.validate()
 	}
-	return nil
+	if err := o.Multipath.validate(); err != nil || o.Kernel == nil {
+		return err
+	}
+	return o.Kernel.validate()
 }
 
 // Engine copies between the memories of one machine. Its methods may be called
@@ -112,6 +116,8 @@ type Engine struct {
 	core dispatch.Core
 	// links by their number in the core.
 	links []*link
+	// relays by their link with the host, those that were removed, too.
+	relays map[device.Pair]*relay
 	// Freelists. doneFences are fences for Ticket.end, with the value that each has
 	// reached; exhausted ones are not used again, see maxTickets.
 	freeWaits   []*pointWait
@@ -149,6 +155,7 @@ func New(o Options) (*Engine, error) {
 		return nil, fmt.Errorf("transfer: %w", err)
 	}
 	e := &Engine{o: o}
+	e.core.Yields, e.core.Preferred = o.Multipath.Wait, o.Multipath.Preferred
 	var ok bool
 	if e.watcher, ok = s.(device.Watcher); !ok {
 		return nil, errors.Join(errors.New("transfer: host streams of this machine cannot watch fences and events"), s.Close())
@@ -192,6 +199,7 @@ func (e *Engine) submit(r *Request, began time.Duration) (*Ticket, error) {
 		return nil, err
 	}
 	t.timing.times.Submitted = began
+	e.tick()
 	if err = e.core.Submit(&t.req, r.After); err == nil {
 		err = e.doActions()
 	}
@@ -206,16 +214,9 @@ func (e *Engine) submit(r *Request, began time.Duration) (*Ticket, error) {
 
 // ticket returns a ticket for a request, from the freelist if possible.
 func (e *Engine) ticket(r *Request) (*Ticket, error) {
-	var fence device.Point
-	if n := len(e.doneFences); n > 0 {
-		fence, e.doneFences = e.doneFences[n-1], e.doneFences[:n-1]
-	} else {
-		f, err := e.o.Machine.NewFence("end of a copy")
-		if err != nil {
-			return nil, err
-		}
-		fence = device.Point{Fence: f, Value: f.Value()}
-		e.firstValue = fence.Value
+	end, err := e.endPoint()
+	if err != nil {
+		return nil, err
 	}
 	var t *Ticket
 	if n := len(e.freeTickets); n > 0 {
@@ -232,22 +233,38 @@ func (e *Engine) ticket(r *Request) (*Ticket, error) {
 		t.req.Add(dispatch.Piece{Dst: p.Dst.Range, Src: p.Src.Range, Separate: p.Separate})
 	}
 	l := e.findLink(pair)
-	t.unit, t.req.ChunkPieces = l.kernel.takes(r.Priority, &t.req, l.chunkBytes)
+	if t.req.Bytes() < minRelayedPiece*int64(len(t.req.Pieces)) || !e.shares(l, t.req.Bytes()) {
+		t.unit, t.req.ChunkPieces = l.kernel.takes(r.Priority, &t.req, l.chunkBytes)
+	}
+	t.req.Direct = t.unit > 0 // kernels run on the link's own GPU
 	t.label, t.done = r.Label, r.Done
 	t.traced, t.priority = e.o.Trace.Request(r.Done), r.Priority
-	t.end = device.Point{Fence: fence.Fence, Value: fence.Value + 1}
+	t.end = end
 	return t, nil
+}
+
+// endPoint returns a fence value that no other user waits for.
+func (e *Engine) endPoint() (device.Point, error) {
+	var p device.Point
+	if n := len(e.doneFences); n > 0 {
+		p, e.doneFences = e.doneFences[n-1], e.doneFences[:n-1]
+	} else {
+		f, err := e.o.Machine.NewFence("end of a copy")
+		if err != nil {
+			return device.Point{}, err
+		}
+		p = device.Point{Fence: f, Value: f.Value()}
+		e.firstValue = p.Value
+	}
+	p.Value++
+	return p, nil
 }
 
 // recycle puts a ticket on the freelist: of a copy that has landed and was released, or
 // that was not queued.
 func (e *Engine) recycle(t *Ticket) {
 	t.req.Reset()
-	for _, ev := range []device.Event{t.timing.started, t.timing.landed} {
-		if ev != nil {
-			e.freeEvents = append(e.freeEvents, ev)
-		}
-	}
+	e.putEvents(t)
 	*t = Ticket{engine: e, req: t.req}
 	e.freeTickets = append(e.freeTickets, t)
 }
@@ -269,6 +286,9 @@ func (e *Engine) link(pair device.Pair) (*link, error) {
 	l.number = e.core.AddLink(d)
 	l.rate = linkRate{bytesPerSecond: path.BytesPerSecond, measured: path.BytesPerSecond > 0}
 	e.links = append(e.links, l)
+	if err := e.connect(l); err != nil {
+		return nil, err
+	}
 	return l, nil
 }
 
@@ -276,6 +296,7 @@ func (e *Engine) link(pair device.Pair) (*link, error) {
 // unknown.
 func (o *Options) dispatched(pair device.Pair, rate float64) dispatch.Link {
 	l := dispatch.Link{From: pair.From, To: pair.To, ChunkBytes: o.ChunkBytes, Depth: o.Depth}
+	o.Multipath.describe(&l, pair, rate)
 	if l.ChunkBytes == 0 {
 		l.ChunkBytes = defaultChunkBytes(rate)
 	}
@@ -298,13 +319,13 @@ func PerBatch(rate float64, bytes int64) int {
 	if bytes >= defaultBatchBelow {
 		return 1
 	}
-	return int(max(1, defaultChunkBytes(rate)/bytes))
+	return int(min(max(1, defaultChunkBytes(rate)/bytes), dispatch.DefaultChunkPieces))
 }
 
 // findLink returns the link of the pair, nil before its first request.
 func (e *Engine) findLink(pair device.Pair) *link {
 	for _, l := range e.links {
-		if l.pair == pair {
+		if l.pair == pair && !l.hop {
 			return l
 		}
 	}
@@ -322,14 +343,24 @@ func (e *Engine) doActions() (err error) {
 				err = failed
 			}
 		case dispatch.Launch:
-			e.links[a.Link].launch(a.Slot, a.Chunk)
+			e.links[a.Link].launch(a.Slot, a.Chunk, a.Via)
 		case dispatch.Recover:
 			e.links[a.Link].startRecovery()
 		case dispatch.Retry:
-			e.links[a.Link].stats.Retries++
+			l := e.links[a.Link]
+			if l.hop {
+				l = l.relay.link
+			}
+			l.stats.Retries++
 			e.o.Log.Warn("retrying a failed chunk", "copy", a.Chunk.Request.Owner.(*Ticket).name(), "err", a.Err)
 		case dispatch.Finish:
 			e.finish(a.Request.Owner.(*Ticket), a.Err)
+		case dispatch.Retire:
+			e.retired(e.links[a.Link], a.Err)
+		case dispatch.Drained:
+			if failed := e.drained(e.links[a.Link]); failed != nil {
+				e.o.Log.Error("a relay that was removed cannot be reported", "err", failed)
+			}
 		}
 	}
 	for _, l := range e.links {
@@ -371,6 +402,7 @@ func (e *Engine) recycleWait(w *pointWait) {
 func (e *Engine) pointEnded(w *pointWait, err error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	e.tick()
 	if err != nil {
 		e.core.PointFailed(w.point, err)
 	} else {
@@ -396,6 +428,7 @@ func (e *Engine) finish(t *Ticket, err error) {
 		}
 	default:
 		t.err = fmt.Errorf("transfer: %s: %w", t.name(), err)
+		e.putEvents(t) // it has no times
 		l.stats.Failed++
 		if !errors.Is(err, ErrCanceled) {
 			e.o.Log.Error("copy failed", "copy", t.name(), "err", err)
@@ -423,6 +456,14 @@ func signal(p device.Point) error {
 	return err
 }
 
+// await waits for a point that the engine signals, on the watcher's behalf where that sleeps.
+func (e *Engine) await(ctx context.Context, p device.Point) error {
+	if h, ok := e.watcher.(device.Helper); ok {
+		return h.Await(ctx, p)
+	}
+	return p.Wait(ctx)
+}
+
 // releaseDoneFence puts a fence on the freelist once it has reached its ticket's value.
 func (e *Engine) releaseDoneFence(p device.Point) {
 	if p.Value-e.firstValue < maxTickets {
@@ -441,6 +482,11 @@ type PathStats struct {
 	Retries, Failed int64
 	// Busy is the time during which a chunk was in flight, on the machine's clock.
 	Busy time.Duration
+	// RelayedCopies and RelayedBytes are the chunks that the link has carried for other GPUs; those
+	// that relays carried for this one are among Bytes. Retired: the link or a hop of its relay failed
+	// too often, or was lost, and carries nothing more for others.
+	RelayedCopies, RelayedBytes int64
+	Retired                     bool
 }
 
 // Path returns the counters of the link of a pair of memories.
@@ -453,13 +499,16 @@ func (e *Engine) Path(pair device.Pair) PathStats {
 	return PathStats{From: pair.From, To: pair.To}
 }
 
-// Stats returns the counters of all links, by (From, To).
+// Stats returns the counters of all links, by (From, To). Hops between relays and other GPUs are
+// no links of their own.
 func (e *Engine) Stats() []PathStats {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	var stats []PathStats
 	for _, l := range e.links {
-		stats = append(stats, l.snapshot())
+		if !l.hop {
+			stats = append(stats, l.snapshot())
+		}
 	}
 	slices.SortFunc(stats, func(a, b PathStats) int {
 		return cmp.Or(cmp.Compare(a.From, b.From), cmp.Compare(a.To, b.To))

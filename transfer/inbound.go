@@ -24,7 +24,8 @@ const (
 
 // update averages the rate with that of the copies since the last measurement.
 func (r *linkRate) update(now PathStats) {
-	bytes, busy := now.Bytes-r.last.Bytes, now.Busy-r.last.Busy
+	// What relays carried for the link's GPU is the link's, too: the rate is that of all paths.
+	bytes, busy := now.Bytes+now.RelayedBytes-r.last.Bytes-r.last.RelayedBytes, now.Busy-r.last.Busy
 	if !r.measured || bytes < measureBytes || busy < measureTime {
 		return
 	}

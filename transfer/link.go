@@ -29,6 +29,9 @@ type link struct {
 	// kernel launches kernels in place of copies, on a stream of its own; nil: none. All chunks
 	// of a request are on one stream, so those that have landed are its first.
 	kernel *kernelLane
+	// relay is the relay that carries chunks over the link, or, of a hop, to which it belongs; nil: none.
+	relay *relay
+	hop   bool
 	// recovery clears the error of the stream.
 	recovery device.Work
 
@@ -44,6 +47,7 @@ type link struct {
 // belong to the engine.
 type slot struct {
 	chunk        dispatch.Chunk
+	via          dispatch.Via
 	event, start device.Event
 	onEnd        device.Work
 }
@@ -64,25 +68,53 @@ func newLink(e *Engine, pair device.Pair, d dispatch.Link) (l *link, err error) 
 	if space == device.Host {
 		space = pair.To
 	}
-	if l.stream, err = e.o.Machine.NewStream(space, device.StreamOptions{Name: fmt.Sprintf("copy %s to %s", pair.From, pair.To)}); err != nil {
+	if err = l.open(space, fmt.Sprintf("copy %s to %s", pair.From, pair.To)); err != nil {
 		return l, err
-	}
-	if pair.From != device.Host || pair.To != device.Host {
-		l.batches, _ = l.stream.(device.BatchCopier)
-	}
-	l.add = func(dst, src device.Range) error {
-		l.dst, l.src = append(l.dst, dst), append(l.src, src)
-		return nil
 	}
 	if k := e.o.Kernel; k != nil && k.Paths[pair].Below > 0 {
 		if l.kernel, err = newKernelLane(e, pair, d.Slots()); err != nil {
 			return l, err
 		}
 	}
-	for i := range d.Slots() {
+	return l, l.addSlots(d.Slots())
+}
+
+// newHop makes a hop of a relay. Its stream is the relay's, in both directions: if that GPU is
+// lost, the other one's streams are not.
+func newHop(e *Engine, b *relay, pair device.Pair, d dispatch.Link) (*link, error) {
+	l := &link{engine: e, pair: pair, chunkBytes: d.ChunkBytes, relay: b, hop: true, stats: PathStats{From: pair.From, To: pair.To}}
+	err := l.open(b.gpu, fmt.Sprintf("relay %s to %s", pair.From, pair.To))
+	if err == nil {
+		err = l.addSlots(len(b.buffers))
+	}
+	if err != nil {
+		return nil, errors.Join(err, l.release())
+	}
+	return l, nil
+}
+
+// open opens the stream.
+func (l *link) open(space device.Space, name string) (err error) {
+	if l.stream, err = l.engine.o.Machine.NewStream(space, device.StreamOptions{Name: name}); err != nil {
+		return err
+	}
+	if l.pair.From != device.Host || l.pair.To != device.Host {
+		l.batches, _ = l.stream.(device.BatchCopier)
+	}
+	l.add = func(dst, src device.Range) error {
+		l.dst, l.src = append(l.dst, dst), append(l.src, src)
+		return nil
+	}
+	l.recovery = device.Work{Name: "recover from a failed chunk", Host: true, Run: func(device.Access) error { l.recovered(); return nil }}
+	return nil
+}
+
+// addSlots makes slots until there are n.
+func (l *link) addSlots(n int) (err error) {
+	for i := len(l.slots); i < n; i++ {
 		s := slot{}
 		if s.event, s.start, err = l.events(); err != nil {
-			return l, err
+			return err
 		}
 		s.onEnd = device.Work{
 			Name: "complete transfer", Host: true,
@@ -91,8 +123,7 @@ func newLink(e *Engine, pair device.Pair, d dispatch.Link) (l *link, err error) 
 		}
 		l.slots = append(l.slots, s)
 	}
-	l.recovery = device.Work{Name: "recover from a failed chunk", Host: true, Run: func(device.Access) error { l.recovered(); return nil }}
-	return l, nil
+	return nil
 }
 
 // events returns the events of a slot.
@@ -107,13 +138,13 @@ func (l *link) events() (end, start device.Event, err error) {
 	return end, start, err
 }
 
-// launch enqueues a chunk and its event.
-func (l *link) launch(i int, c dispatch.Chunk) {
+// launch enqueues a chunk, or a part of its way, and its event.
+func (l *link) launch(i int, c dispatch.Chunk, via dispatch.Via) {
 	e := l.engine
 	if !l.busy {
 		l.busy, l.since = true, e.o.Machine.Now()
 	}
-	l.slots[i].chunk = c
+	l.slots[i].chunk, l.slots[i].via = c, via
 	err := l.enqueue(i)
 	passed := false
 	if err == nil {
@@ -136,9 +167,9 @@ func (l *link) enqueue(i int) error {
 		on = l.kernel.stream
 	}
 	if t.traced != nil {
-		trace.Annotate(on, t.note(s.chunk.Last()))
+		trace.Annotate(on, t.note(s))
 	}
-	if s.start != nil && s.chunk.First() {
+	if s.start != nil && s.begins() {
 		t.timing.times.Enqueued = l.engine.o.Machine.Now()
 		if err := on.Record(s.start); err != nil {
 			return err
@@ -150,10 +181,20 @@ func (l *link) enqueue(i int) error {
 	return on.Record(s.event)
 }
 
+// begins and ends report whether the copy of the slot begins its request, and whether it ends the
+// way of its chunk.
+func (s *slot) begins() bool { return s.chunk.First() && s.via.Hop != dispatch.FromBuffer }
+func (s *slot) ends() bool   { return s.via.Hop != dispatch.ToBuffer }
+
 // landed reports the chunk of a slot as landed.
 func (l *link) landed(i int) {
-	if s := &l.slots[i]; s.start != nil {
+	s := &l.slots[i]
+	if s.start != nil {
 		l.keepTimes(s)
+	}
+	if s.via.Hop != dispatch.Direct && !l.hop {
+		l.stats.RelayedCopies++
+		l.stats.RelayedBytes += s.chunk.Bytes
 	}
 	l.engine.core.Landed(l.number, i)
 }
@@ -164,6 +205,7 @@ func (l *link) landed(i int) {
 func (l *link) copy(i int, unit int64) error {
 	l.dst, l.src = l.dst[:0], l.src[:0]
 	_ = l.slots[i].chunk.Each(l.add) // which does not fail
+	l.buffered(l.slots[i].via)
 	if unit > 0 {
 		return l.kernel.copy(i, l.dst, l.src, unit)
 	}
@@ -183,11 +225,28 @@ func (l *link) copy(i int, unit int64) error {
 	return nil
 }
 
+// buffered replaces one end of the pieces by a relay's buffer, where they are contiguous.
+func (l *link) buffered(via dispatch.Via) {
+	if via.Hop == dispatch.Direct {
+		return
+	}
+	buffer, ranges := l.engine.links[via.Relay].relay.buffers[via.Buffer], l.dst
+	if via.Hop == dispatch.FromBuffer {
+		ranges = l.src
+	}
+	at := int64(0)
+	for i, r := range ranges {
+		ranges[i] = buffer.Slice(at, r.Bytes)
+		at += r.Bytes
+	}
+}
+
 // chunkEnded runs on the watcher when the event behind a chunk has completed.
 func (l *link) chunkEnded(i int, err error) {
 	e := l.engine
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	e.tick()
 	if err != nil {
 		e.core.Failed(l.number, i, err)
 	} else {
@@ -211,6 +270,7 @@ func (l *link) recovered() {
 	e := l.engine
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	e.tick()
 	e.core.Recovered(l.number, err)
 	_ = e.doActions() // nothing was submitted
 }

@@ -105,7 +105,7 @@ func (t *Ticket) Landed() int64 {
 // Wait waits on the host until the request has ended and none of its chunks is in flight,
 // or ctx is done, and returns Err.
 func (t *Ticket) Wait(ctx context.Context) error {
-	if err := t.end.Wait(ctx); err != nil && !t.Ended() {
+	if err := t.engine.await(ctx, t.end); err != nil && !t.Ended() {
 		return fmt.Errorf("transfer: wait for %s: %w", t.name(), err)
 	}
 	return t.Err()
@@ -114,12 +114,15 @@ func (t *Ticket) Wait(ctx context.Context) error {
 func (t *Ticket) pair() device.Pair { return device.Pair{From: t.req.From, To: t.req.To} }
 
 // note is what a trace prints of a chunk of the request.
-func (t *Ticket) note(last bool) *trace.Note {
+func (t *Ticket) note(s *slot) *trace.Note {
 	n := &trace.Note{Layer: trace.NoLayer, Priority: t.priority.String()}
 	if now := Priority(t.req.Class); now != t.priority {
 		n.StartedAs = now.String()
 	}
-	t.traced.Note(n, last)
+	t.traced.Note(n, s.ends() && s.chunk.Last())
+	if s.via.Hop != dispatch.Direct {
+		n.Relay = t.engine.links[s.via.Relay].relay.gpu.String()
+	}
 	if d, ok := t.label.(trace.Describer); ok {
 		d.Describe(n)
 		return n

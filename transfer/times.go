@@ -23,7 +23,7 @@ type Times struct {
 type timing struct {
 	times Times
 	// started and landed are the events around its chunks, which belong to the ticket until it
-	// is released.
+	// is released, or has failed.
 	started, landed device.Event
 }
 
@@ -35,7 +35,7 @@ func (t *Ticket) Times() (Times, error) {
 	switch {
 	case !t.req.Ended() || t.err != nil:
 		return Times{}, fmt.Errorf("transfer: times of %s: it has not landed", t.name())
-	case t.timing.landed == nil:
+	case t.timing.landed == nil || t.timing.started == nil:
 		return Times{}, errors.New("transfer: Options.Timed is not set, or nothing was copied")
 	}
 	times := t.timing.times
@@ -68,19 +68,33 @@ func (e *Engine) timedEvent() (device.Event, error) {
 	return ev, err
 }
 
+// putEvents puts the ticket's events on the freelist.
+func (e *Engine) putEvents(t *Ticket) {
+	for _, ev := range []*device.Event{&t.timing.started, &t.timing.landed} {
+		if *ev != nil {
+			e.freeEvents = append(e.freeEvents, *ev)
+			*ev = nil
+		}
+	}
+}
+
 // keepTimes gives the ticket of a chunk that has landed the events around it: that before its
-// first and that behind its last. The slot gets others.
+// first, and that behind the one that has landed last. The slot gets others.
 func (l *link) keepTimes(s *slot) {
 	t := s.chunk.Request.Owner.(*Ticket)
 	keep := func(to, from *device.Event) {
+		if *to != nil {
+			*to, *from = *from, *to
+			return
+		}
 		if other, err := l.engine.timedEvent(); err == nil { // otherwise the copy has no times
 			*to, *from = *from, other
 		}
 	}
-	if s.chunk.First() {
+	if s.begins() {
 		keep(&t.timing.started, &s.start)
 	}
-	if s.chunk.Last() && t.timing.started != nil {
+	if s.ends() {
 		keep(&t.timing.landed, &s.event)
 	}
 }

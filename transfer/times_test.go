@@ -70,3 +70,35 @@ func TestTimesOfFailedChunks(t *testing.T) {
 		}
 	})
 }
+
+// TestEventsOfFailedCopies: a copy that has failed gives its events back, whether it is released or not.
+func TestEventsOfFailedCopies(t *testing.T) {
+	machines(t, func(t *testing.T, o emulated.Options) {
+		r := newRig(t, o, transfer.Options{ChunkBytes: 100, Depth: 1, Timed: true})
+		src, dst := r.filled(300, 1), r.alloc(device.HBM(0), 300)
+		var events int
+		for i := range 20 {
+			f := r.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Skip: 2, Times: -1}) // all but the first chunks
+			ticket := r.submit(r.down(dst, src, transfer.Demand))
+			_ = ticket.Wait(t.Context())
+			f.Release()
+			if ticket.Err() == nil || ticket.Landed() == 0 {
+				t.Fatalf("copy %d: %v, %d bytes landed", i, ticket.Err(), ticket.Landed())
+			}
+			if i == 0 {
+				events = r.engine.TimedEvents()
+			} else if n := r.engine.TimedEvents(); n != events {
+				t.Fatalf("%d events after %d copies, %d after the first", n, i+1, events)
+			}
+		}
+	})
+}
+
+// TestPerBatch: the pieces of an operation are bounded by its bytes and by their number.
+func TestPerBatch(t *testing.T) {
+	for bytes, want := range map[int64]int{1 << 30: 1, 1 << 10: 64, 1: 64} {
+		if got := transfer.PerBatch(50e9, bytes); got != want {
+			t.Errorf("%d bytes: %d, want %d", bytes, got, want)
+		}
+	}
+}

@@ -1,10 +1,9 @@
 package dispatch
 
 import (
-	"cmp"
-	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	"github.com/moeserve/moeserve/device"
 )
@@ -26,82 +25,39 @@ const (
 	Retry
 	// Finish: Request has ended, with or without Err.
 	Finish
+	// Retire reports that no more chunks are relayed over Link, which failed with Err, again or
+	// with its device: a hop, or the link whose relay it is.
+	Retire
+	// Drained: the buffers of the relay of Link, which was removed, are no longer used.
+	Drained
 )
+
+// Hop says which part of its way a chunk is launched on.
+type Hop uint8
+
+// The parts: all of it; from the source to a relay's buffer, where its bytes are contiguous; from
+// there to the destination.
+const (
+	Direct Hop = iota
+	ToBuffer
+	FromBuffer
+)
+
+// Via is the part of a chunk's way that is launched, and the buffer, of the relay of a link.
+type Via struct {
+	Hop           Hop
+	Relay, Buffer int
+}
 
 // Action is what the caller must do next.
 type Action struct {
 	Kind       Kind
 	Link, Slot int
 	Chunk      Chunk
+	Via        Via
 	Request    *Request
 	Point      device.Point
 	Err        error
-}
-
-// Link describes one link.
-type Link struct {
-	From, To device.Space
-	// ChunkBytes is the maximum size of a chunk, Depth the number of chunks in flight, of
-	// which the device copies the first. Behind it are more than Depth - 1, up to Slots, until
-	// they add up to WindowBytes: what the device copies while the host learns of the end of
-	// the first and enqueues the next. In flight are never more than Depth times ChunkBytes:
-	// a request of a higher class waits for these at most.
-	ChunkBytes, WindowBytes int64
-	Depth                   int
-	// PartBytes is what the link could copy in the time that each contiguous part of a chunk takes
-	// beside its bytes: parts that are smaller count as much for the window, unless the request has
-	// ChunkPieces.
-	PartBytes int64
-}
-
-// maxSmallChunks is the maximum number of small chunks in flight.
-const maxSmallChunks = 32
-
-// Slots is the maximum number of chunks in flight.
-func (l Link) Slots() int { return max(l.Depth, maxSmallChunks) }
-
-// state of a slot.
-type state uint8
-
-const (
-	free state = iota
-	// inFlight: the chunk is on the device. landed: it has arrived, but the end of an
-	// earlier chunk is not reported yet.
-	inFlight
-	landed
-	// failed on the device, or refused by it: the chunk waits until its link is
-	// recovered.
-	failed
-	refused
-)
-
-// slot is one chunk that a link may have in flight.
-type slot struct {
-	state state
-	chunk Chunk
-	// seq is the order of launches; retried: the chunk failed before.
-	seq     uint64
-	retried bool
-	err     error
-	// weight is what the chunk counts for the window, in bytes.
-	weight int64
-}
-
-type link struct {
-	Link
-	queue *queue
-	slots []slot
-	seq   uint64
-	// broken: nothing is launched until the link is recovered; recovering: a Recover
-	// action is in progress.
-	broken, recovering bool
-	// virtual is the virtual time, in bytes, of the requests of each class that take turns: at
-	// the end of the chunk launched last, as in self-clocked fair queueing (Golestani, 1994).
-	// Each of them advances by what it launches, and one that comes begins there; the least
-	// goes first.
-	virtual [Classes]int64
-	// lost is the error of a lost device: nothing can be launched any more.
-	lost error
 }
 
 // waiters are the requests that wait for a point. The request that ends at the point, if it
@@ -115,23 +71,33 @@ type waiters struct {
 // Core holds the requests and the links. Its zero value is ready for use. After each call
 // that reports an event, Next returns the actions that follow.
 type Core struct {
+	// Preferred is the space whose requests, from or to it, are relayed before those of others
+	// of their class. Default: where most bytes wait.
+	Preferred device.Space
+	// Yields: a link that copies slower than it could, because others use it too, relays
+	// nothing for as long as its last chunk took. Default: it goes on.
+	Yields bool
+
 	links  []*link
 	queues []*queue
 	seq    uint64
 	// waiting are the requests that wait for each point; freeLists is a freelist.
 	waiting   map[device.Point]*waiters
 	freeLists []*waiters
-	// actions from next on were not returned yet.
-	actions []Action
-	next    int
-	order   []int // scratch space of Recovered
+	// The first of the actions were returned already.
+	actions  []Action
+	returned int
+	// now is the time of the events that are reported.
+	now         time.Duration
+	freeFlights []*flight
+	// Scratch space of Recovered, giveBack and share.
+	order []int
+	back  []*flight
+	parts []part
 }
 
-// AddLink adds a link and returns its number.
-func (c *Core) AddLink(l Link) int {
-	c.links = append(c.links, &link{Link: l, queue: c.queue(l.To), slots: make([]slot, l.Slots())})
-	return len(c.links) - 1
-}
+// At sets the time of the events that are reported next; it never decreases. Only relays need it.
+func (c *Core) At(now time.Duration) { c.now = now }
 
 func (c *Core) queue(to device.Space) *queue {
 	for _, q := range c.queues {
@@ -146,20 +112,17 @@ func (c *Core) queue(to device.Space) *queue {
 // Next returns the next action, false if there is none. Events may be reported before all
 // actions are carried out.
 func (c *Core) Next() (Action, bool) {
-	if c.next == len(c.actions) {
-		c.actions, c.next = c.actions[:0], 0
+	if c.returned == len(c.actions) {
+		c.actions, c.returned = c.actions[:0], 0
 		return Action{}, false
 	}
-	a := c.actions[c.next]
-	c.actions[c.next] = Action{}
-	c.next++
+	a := c.actions[c.returned]
+	c.actions[c.returned] = Action{}
+	c.returned++
 	return a, true
 }
 
 func (c *Core) emit(a Action) { c.actions = append(c.actions, a) }
-
-// carries reports whether the link can copy chunks of the request.
-func (l *link) carries(r *Request) bool { return l.From == r.From && l.To == r.To }
 
 // Submit queues a request that waits for these points; the slice is not retained. It
 // fails if no link can carry the request.
@@ -246,11 +209,23 @@ func (c *Core) endingAt(p device.Point) *Request {
 	return nil
 }
 
-// offer dispatches chunks on the links that can carry the request.
+// offer dispatches chunks on the links that can carry the request, and on relays: one on each,
+// then another, so that all begin soon.
 func (c *Core) offer(r *Request) {
-	for i, l := range c.links {
-		if l.carries(r) {
-			c.dispatch(i)
+	for again := true; again; {
+		again = false
+		for _, l := range c.links {
+			if !l.carries(r) {
+				continue
+			}
+			if len(l.helpers) == 0 {
+				c.dispatch(l)
+				continue
+			}
+			again = c.dispatchOne(l) || again
+			for _, h := range l.helpers {
+				again = c.dispatchOne(h.hop.relay.link) || again
+			}
 		}
 	}
 }
@@ -307,240 +282,6 @@ func (c *Core) pointEnded(p device.Point, err error) {
 	c.freeLists = append(c.freeLists, w)
 }
 
-// full reports whether enough chunks are in flight, before one of at most next bytes.
-func (l *link) full(next int64) bool {
-	n, bytes, weight := 0, int64(0), int64(0)
-	var first *slot // earliest launched
-	for i := range l.slots {
-		s := &l.slots[i]
-		if s.state == free {
-			continue
-		}
-		if n, bytes, weight = n+1, bytes+s.chunk.Bytes, weight+s.weight; first == nil || s.seq < first.seq {
-			first = s
-		}
-	}
-	return n >= l.Depth && (weight-first.weight >= l.WindowBytes || bytes+next > int64(l.Depth)*l.ChunkBytes)
-}
-
-// dispatch launches chunks on the link until enough are in flight.
-func (c *Core) dispatch(number int) {
-	l := c.links[number]
-	for i := range l.slots {
-		if l.broken || l.lost != nil || l.full(0) {
-			return
-		}
-		if l.slots[i].state != free {
-			continue
-		}
-		r := l.queue.next(l)
-		if r == nil || l.full(l.nextBytes(r)) {
-			return
-		}
-		chunk := r.cutChunk(l.ChunkBytes)
-		l.took(r, chunk.Bytes)
-		if r.launched == r.bytes {
-			l.queue.remove(r)
-		}
-		r.inFlight++
-		l.slots[i] = slot{chunk: chunk, weight: l.weight(chunk)}
-		c.launch(number, i)
-	}
-}
-
-// weight is what a chunk counts for the window, in bytes.
-func (l *link) weight(c Chunk) int64 {
-	if c.Request.ChunkPieces > 0 || l.PartBytes == 0 {
-		return c.Bytes
-	}
-	parts := int64(0)
-	_ = c.Each(func(_, _ device.Range) error { parts++; return nil }) // which does not fail
-	return max(c.Bytes, parts*l.PartBytes)
-}
-
-func (c *Core) launch(number, i int) {
-	l := c.links[number]
-	l.seq++
-	s := &l.slots[i]
-	s.state, s.seq, s.err = inFlight, l.seq, nil
-	c.emit(Action{Kind: Launch, Link: number, Slot: i, Chunk: s.chunk})
-}
-
-// Landed reports that the chunk of a slot has arrived. Chunks of a link are counted in the order
-// of their launches, whatever the order of the reports; those of a request arrive in this order.
-func (c *Core) Landed(number, i int) {
-	l := c.links[number]
-	l.inFlightSlot(i).state = landed
-	c.completeInOrder(l)
-	c.advance(number)
-}
-
-// completeInOrder counts landed chunks before which no chunk is in flight.
-func (c *Core) completeInOrder(l *link) {
-	for {
-		var first *slot // earliest launched
-		for i := range l.slots {
-			s := &l.slots[i]
-			if (s.state == inFlight || s.state == landed) && (first == nil || s.seq < first.seq) {
-				first = s
-			}
-		}
-		if first == nil || first.state == inFlight {
-			return
-		}
-		// Bytes behind a chunk that was refused, and will not arrive, are not the next in order.
-		r := first.chunk.Request
-		if !slices.ContainsFunc(l.slots, func(s slot) bool { return s.state == refused && s.chunk.Request == r && s.seq < first.seq }) {
-			r.landed += first.chunk.Bytes
-		}
-		c.release(first)
-	}
-}
-
-// Failed reports that the chunk of a slot failed on the device, or was not executed
-// because an earlier one failed.
-func (c *Core) Failed(number, i int, err error) { c.chunkFailed(number, i, failed, err) }
-
-// Refused reports that the device did not accept all of the chunk of a slot.
-func (c *Core) Refused(number, i int, err error) { c.chunkFailed(number, i, refused, err) }
-
-func (c *Core) chunkFailed(number, i int, as state, err error) {
-	l := c.links[number]
-	s := l.inFlightSlot(i)
-	s.state, s.err = as, err
-	l.broken = true
-	if errors.Is(err, device.ErrLost) {
-		c.loseLink(l, err)
-	}
-	c.completeInOrder(l)
-	c.advance(number)
-}
-
-// inFlightSlot returns a slot, whose chunk must be in flight.
-func (l *link) inFlightSlot(i int) *slot {
-	s := &l.slots[i]
-	if s.state != inFlight {
-		panic(fmt.Sprintf("dispatch: end reported of a chunk from %s to %s that is not in flight", l.From, l.To))
-	}
-	return s
-}
-
-// release frees a slot; its request ends if that was its last chunk.
-func (c *Core) release(s *slot) {
-	r := s.chunk.Request
-	*s = slot{}
-	if r.inFlight--; r.inFlight > 0 || r.ended {
-		return
-	}
-	if r.failure != nil || r.landed == r.bytes {
-		c.end(r)
-	}
-}
-
-// advance dispatches chunks on a link, or recovers it, as its state allows.
-func (c *Core) advance(number int) {
-	l := c.links[number]
-	switch {
-	case l.lost != nil:
-		// Failed chunks will not arrive.
-		for i := range l.slots {
-			if s := &l.slots[i]; s.state == failed || s.state == refused {
-				c.release(s)
-			}
-		}
-	case !l.broken:
-		c.dispatch(number)
-	case !l.recovering && !slices.ContainsFunc(l.slots, func(s slot) bool { return s.state == inFlight }):
-		l.recovering = true
-		c.emit(Action{Kind: Recover, Link: number})
-	}
-}
-
-// Recovered reports that a link can be used again. Errors that do not wrap device.ErrLost
-// are ignored.
-func (c *Core) Recovered(number int, err error) {
-	l := c.links[number]
-	l.recovering, l.broken = false, false
-	if errors.Is(err, device.ErrLost) {
-		c.loseLink(l, err)
-	}
-	c.order = c.order[:0]
-	for i := range l.slots {
-		if l.slots[i].state != free {
-			c.order = append(c.order, i)
-		}
-	}
-	slices.SortFunc(c.order, func(a, b int) int { return cmp.Compare(l.slots[a].seq, l.slots[b].seq) })
-	c.retryOrFail(l, number)
-	for _, i := range c.order {
-		if s := &l.slots[i]; s.chunk.Request.failure != nil {
-			c.release(s)
-		} else {
-			c.launch(number, i)
-		}
-	}
-	c.advance(number)
-}
-
-// retryOrFail finds the chunk that caused the failures of the others: by order of
-// launches the first that failed or was refused, which may have put the stream into error
-// too. It retries that chunk or fails its request.
-func (c *Core) retryOrFail(l *link, number int) {
-	blamed := false
-	for _, i := range c.order {
-		switch s := &l.slots[i]; {
-		case s.state == refused:
-			blamed = true
-			c.fail(s.chunk.Request, s.err)
-		case blamed:
-		case s.retried:
-			blamed = true
-			c.fail(s.chunk.Request, s.err)
-		default:
-			blamed, s.retried = true, true
-			if s.chunk.Request.failure == nil {
-				c.emit(Action{Kind: Retry, Link: number, Chunk: s.chunk, Err: s.err})
-			}
-		}
-	}
-}
-
-// loseLink fails every request that only this link can carry.
-func (c *Core) loseLink(l *link, err error) {
-	if l.lost != nil {
-		return
-	}
-	l.lost = err
-	for i := range l.slots {
-		if l.slots[i].state != free {
-			c.fail(l.slots[i].chunk.Request, err)
-		}
-	}
-	for _, r := range l.queue.all() {
-		if l.carries(r) && c.checkCarried(r) != nil {
-			c.fail(r, err)
-		}
-	}
-}
-
-// fail stops further launches of the request, and ends it once none of its chunks is in
-// flight.
-func (c *Core) fail(r *Request, err error) {
-	if r.ended || r.failure != nil {
-		return
-	}
-	r.failure = err
-	c.queue(r.To).remove(r)
-	if r.inFlight == 0 {
-		c.end(r)
-	}
-}
-
-func (c *Core) end(r *Request) {
-	r.ended = true
-	c.emit(Action{Kind: Finish, Request: r, Err: r.failure})
-}
-
 // RaiseClass gives the request a higher class, among whose requests its order of
 // submission counts, and those that it waits for, too. A lower class is ignored.
 func (c *Core) RaiseClass(r *Request, class uint8) {
@@ -585,22 +326,4 @@ func (c *Core) CancelAll(err error) {
 			c.Cancel(r, err)
 		}
 	}
-}
-
-// Busy reports whether a chunk of the link is in flight, or waits for the link's
-// recovery.
-func (c *Core) Busy(number int) bool {
-	return slices.ContainsFunc(c.links[number].slots, func(s slot) bool { return s.state != free })
-}
-
-// InFlight returns a request that has chunks in flight, nil if there is none.
-func (c *Core) InFlight() *Request {
-	for _, l := range c.links {
-		for i := range l.slots {
-			if l.slots[i].state != free {
-				return l.slots[i].chunk.Request
-			}
-		}
-	}
-	return nil
 }

@@ -52,16 +52,16 @@ type pointState struct {
 // track is the device's side of a link: chunks that it has, in order.
 type track struct {
 	Link
-	flights []flight
+	flights []sent
 	// broken: the stream is in error, so what is launched fails.
 	broken, recovering, lost bool
 	// ended is last of the request that has finished last.
 	ended int
 }
 
-// flight is a chunk with the device; arrived says that it has landed, which is not
+// sent is a chunk with the device; arrived says that it has landed, which is not
 // reported yet.
-type flight struct {
+type sent struct {
 	slot    int
 	c       Chunk
 	arrived bool
@@ -202,9 +202,9 @@ func (m *model) launch(a Action) {
 		m.t.Fatalf("a chunk of %d bytes", a.Chunk.Bytes)
 	case slices.ContainsFunc(c.after, func(p *pointState) bool { return !p.reached }):
 		m.t.Fatal("launched before its points are reached")
-	case l.enough(a.Chunk.Bytes):
+	case l.enough(min(a.Chunk.Bytes, chunkSize(c.bytes-c.launched+a.Chunk.Bytes, l.ChunkBytes))): // a chunk that ends with a piece may be larger than that
 		m.t.Fatal("enough chunks are in flight")
-	case slices.ContainsFunc(l.flights, func(f flight) bool { return f.slot == a.Slot }):
+	case slices.ContainsFunc(l.flights, func(f sent) bool { return f.slot == a.Slot }):
 		m.t.Fatal("a slot is used twice")
 	}
 	if key := text(m.named(a.Chunk)); m.again[key] > 0 {
@@ -226,7 +226,7 @@ func (m *model) launch(a Action) {
 	c.inFlight++
 	m.launches++
 	c.last = m.launches
-	l.flights = append(l.flights, flight{slot: a.Slot, c: a.Chunk})
+	l.flights = append(l.flights, sent{slot: a.Slot, c: a.Chunk})
 }
 
 // named gives the chunk a name of its own.
@@ -238,7 +238,7 @@ func (m *model) named(c Chunk) Chunk {
 }
 
 // end removes a chunk of a link.
-func (m *model) end(i, k int) flight {
+func (m *model) end(i, k int) sent {
 	f := m.links[i].flights[k]
 	m.links[i].flights = slices.Delete(m.links[i].flights, k, k+1)
 	f.c.Request.Owner.(*copied).inFlight--
@@ -299,7 +299,7 @@ func (m *model) fail(t *rapid.T) {
 
 // left is the first chunk that has not landed, or -1.
 func (l *track) left() int {
-	return slices.IndexFunc(l.flights, func(f flight) bool { return !f.arrived })
+	return slices.IndexFunc(l.flights, func(f sent) bool { return !f.arrived })
 }
 
 func (m *model) failFirst(i int) {

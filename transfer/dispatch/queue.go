@@ -45,13 +45,19 @@ func (q *queue) first(is func(*Request) bool) *Request {
 
 // next is the request whose chunk the link takes next, or nil: the first by class and
 // submission that it can carry and whose points are reached. If that takes turns, it is the
-// one of those that do which has the least virtual time at the end of its next chunk.
-func (q *queue) next(l *link) *Request {
+// one of those that do which has the least virtual time at the end of its next chunk. With
+// relayed, it is the one of which a relay takes a chunk.
+func (q *queue) next(l *link, relayed bool) *Request {
+	var waiting int64 // bytes, for the link
 	for class := Classes - 1; class >= 0; class-- {
 		var found *Request
+		if relayed && waiting < l.RelayFrom {
+			waiting += q.bytes(l, class, l.RelayFrom)
+		}
 		for _, r := range q.byClass[class] {
 			switch {
 			case len(r.waiting) > 0 || !l.carries(r):
+			case relayed && (r.launched == r.bytes || !l.shares(r, waiting)):
 			case found == nil:
 				found = r
 			case r.TakesTurns && l.before(r, found):
@@ -74,8 +80,34 @@ func (l *link) before(a, b *Request) bool {
 	return cmp.Or(cmp.Compare(ends(a), ends(b)), cmp.Compare(a.launched, b.launched)) < 0
 }
 
-// nextBytes is the maximum size of the next chunk of a request that has bytes left.
-func (l *link) nextBytes(r *Request) int64 { return chunkSize(r.bytes-r.launched, l.ChunkBytes) }
+// nextBytes is the maximum size of the next chunk of a queued request.
+func (l *link) nextBytes(r *Request) int64 {
+	if len(r.returned) > 0 {
+		return r.returned[0].chunk.Bytes
+	}
+	return chunkSize(r.bytes-r.launched, l.ChunkBytes)
+}
+
+// bytes is the number of bytes of a class that the link could launch and relays could carry,
+// counted until there are enough.
+func (q *queue) bytes(l *link, class int, enough int64) (n int64) {
+	for _, r := range q.byClass[class] {
+		if n >= enough {
+			break
+		}
+		if len(r.waiting) == 0 && !r.Direct && l.carries(r) {
+			n += r.bytes - r.launched
+		}
+	}
+	return n
+}
+
+// has reports whether r is in the queue.
+func (q *queue) has(r *Request) bool {
+	l := q.byClass[r.Class]
+	i, ok := slices.BinarySearchFunc(l, r.seq, bySeq)
+	return ok && l[i] == r
+}
 
 // join lets a request begin to take turns, or to take them in another class: at the virtual
 // time of those that do, so that it has no claim to what was launched before.

@@ -29,8 +29,10 @@ type Request struct {
 	// reached, whatever their order and size. So a small one does not wait for a large one, nor
 	// a large one for a steady stream of small ones.
 	TakesTurns bool
-	// ChunkPieces is the maximum number of contiguous parts of a chunk. 0: 64.
+	// ChunkPieces is the maximum number of contiguous parts of a chunk. 0: DefaultChunkPieces.
 	ChunkPieces int
+	// Direct: relays carry nothing of the request.
+	Direct bool
 	// Done is the fence value that the caller signals when the request has finished: a
 	// request that waits for it, of a higher class, gives this one its class.
 	Done device.Point
@@ -48,8 +50,14 @@ type Request struct {
 	piece            int
 	offset           int64
 	launched, landed int64
-	// inFlight is the number of chunks on the device.
-	inFlight int
+	// inFlight is the number of chunks that were cut and have not ended: first to last, in the
+	// order of their bytes. returned are those of them, in this order too, that a relay could not
+	// carry, and that wait for a link of the request.
+	inFlight    int
+	first, last *flight
+	returned    []*flight
+	// missing is where the first chunk that ended and has not landed begins, plus 1; 0: there is none.
+	missing int64
 	// failure is why no more chunks are launched.
 	failure        error
 	ended, skipped bool
@@ -72,13 +80,24 @@ func (r *Request) Add(p Piece) {
 
 // Reset empties a request that has finished or was never submitted, for reuse. It keeps
 // the owner and the capacity for pieces and points.
-func (r *Request) Reset() { *r = Request{Pieces: r.Pieces[:0], waiting: r.waiting[:0], Owner: r.Owner} }
+func (r *Request) Reset() {
+	*r = Request{Pieces: r.Pieces[:0], waiting: r.waiting[:0], returned: r.returned[:0], Owner: r.Owner}
+}
 
 // Bytes of all pieces.
 func (r *Request) Bytes() int64 { return r.bytes }
 
-// Landed is the number of bytes that have landed, in order.
-func (r *Request) Landed() int64 { return r.landed }
+// Landed is the number of bytes that have landed, in order: those before the first that have not.
+func (r *Request) Landed() int64 {
+	n := r.launched
+	if r.first != nil {
+		n = min(n, r.first.begin)
+	}
+	if r.missing > 0 {
+		n = min(n, r.missing-1)
+	}
+	return n
+}
 
 // Ended reports whether the request has finished.
 func (r *Request) Ended() bool { return r.ended }
@@ -121,9 +140,9 @@ func (c Chunk) Each(copy func(dst, src device.Range) error) error {
 	return nil
 }
 
-// defaultChunkPieces is the maximum number of contiguous parts of a chunk: enqueuing one takes
+// DefaultChunkPieces is the maximum number of contiguous parts of a chunk: enqueuing one takes
 // some microseconds, during which nothing can overtake, and in a batch the device some more.
-const defaultChunkPieces = 64
+const DefaultChunkPieces = 64
 
 // cutChunk takes the next chunk of at most chunkBytes from the request. Requests are
 // divided into as few chunks of equal size as possible: a small last chunk would end
@@ -132,7 +151,7 @@ const defaultChunkPieces = 64
 func (r *Request) cutChunk(chunkBytes int64) Chunk {
 	c := Chunk{Request: r, Piece: r.piece, Offset: r.offset}
 	room := chunkSize(r.bytes-r.launched, chunkBytes)
-	for copies := cmp.Or(r.ChunkPieces, defaultChunkPieces); copies > 0 && r.piece < len(r.Pieces) && room > 0; copies-- {
+	for copies := cmp.Or(r.ChunkPieces, DefaultChunkPieces); copies > 0 && r.piece < len(r.Pieces) && room > 0; copies-- {
 		left := r.Pieces[r.piece].Src.Bytes - r.offset
 		n := left
 		switch {

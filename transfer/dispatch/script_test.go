@@ -3,9 +3,11 @@ package dispatch
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/cockroachdb/datadriven"
 
@@ -32,7 +34,12 @@ type script struct {
 
 // TestScripts runs scripts of:
 //
-//	link name=H from=0 to=1 [chunk=8] [window=0] [depth=2]      spaces are numbers, 0 is the host
+//	link name=H from=0 to=1 [chunk=8] [window=0] [depth=2] [relay-from=0]     spaces are numbers, 0 is the host
+//	relay H [buffers=2] [bytes=8]                    the link becomes a relay
+//	hop name=X relay=H from=1 to=2                   and its buffers are connected with another space
+//	remove-relay H
+//	at us=5                                          the time of what follows
+//	prefer to=2                                      Core.Preferred
 //	submit name=A bytes=20 [pieces=(4,4,4|4)] [class=1] [after=(p,q)] [done=r] [from=0] [to=1] [turns]
 //	    pieces have bytes of their own; a bar stands where the next is adjacent to it
 //	reached p | failed p | blind p                   a point
@@ -60,7 +67,7 @@ func (s *script) run(t *testing.T, d *datadriven.TestData) {
 	var name, done string
 	var after []string
 	pieces := d.Input
-	from, to, bytes, chunk, window, depth, class := 0, 1, 0, 8, 0, 2, 0
+	from, to, bytes, chunk, window, depth, class, relayFrom, buffers, us := 0, 1, 0, 8, 0, 2, 0, 0, 2, 0
 	d.MaybeScanArgs(t, "name", &name)
 	d.MaybeScanArgs(t, "done", &done)
 	d.MaybeScanArgs(t, "from", &from)
@@ -70,6 +77,9 @@ func (s *script) run(t *testing.T, d *datadriven.TestData) {
 	d.MaybeScanArgs(t, "window", &window)
 	d.MaybeScanArgs(t, "depth", &depth)
 	d.MaybeScanArgs(t, "class", &class)
+	d.MaybeScanArgs(t, "relay-from", &relayFrom)
+	d.MaybeScanArgs(t, "buffers", &buffers)
+	d.MaybeScanArgs(t, "us", &us)
 	for _, a := range d.CmdArgs {
 		if a.Key == "after" {
 			after = a.Vals
@@ -80,7 +90,7 @@ func (s *script) run(t *testing.T, d *datadriven.TestData) {
 		for s.names[link] != word(0) {
 			link++
 		}
-		if len(d.CmdArgs) > 1 {
+		if len(d.CmdArgs) > 1 && len(d.CmdArgs[1].Vals) == 0 {
 			slot, _ = strconv.Atoi(word(1))
 		}
 		return link, slot
@@ -90,8 +100,33 @@ func (s *script) run(t *testing.T, d *datadriven.TestData) {
 	r := s.requests[name]
 	switch d.Cmd {
 	case "link":
-		s.core.AddLink(Link{From: device.Space(from), To: device.Space(to), ChunkBytes: int64(chunk), WindowBytes: int64(window), Depth: depth})
+		s.core.AddLink(Link{
+			From: device.Space(from), To: device.Space(to), ChunkBytes: int64(chunk), WindowBytes: int64(window), Depth: depth, RelayFrom: int64(relayFrom),
+		})
 		s.names = append(s.names, name)
+	case "relay":
+		link, _ := at()
+		if bytes == 0 {
+			bytes = 8
+		}
+		if err := s.core.AddRelay(Relay{Link: link, Buffers: buffers, BufferBytes: int64(bytes)}); err != nil {
+			fmt.Fprintf(&s.out, "refused: %v\n", err)
+		}
+	case "hop":
+		var relay string
+		d.ScanArgs(t, "relay", &relay)
+		if _, err := s.core.AddHop(slices.Index(s.names, relay), Link{From: device.Space(from), To: device.Space(to)}); err != nil {
+			fmt.Fprintf(&s.out, "refused: %v\n", err)
+		} else {
+			s.names = append(s.names, name)
+		}
+	case "remove-relay":
+		link, _ := at()
+		s.core.RemoveRelay(link)
+	case "prefer":
+		s.core.Preferred = device.Space(to)
+	case "at":
+		s.core.At(time.Duration(us) * time.Microsecond)
 	case "submit":
 		r = &Request{From: device.Space(from), To: device.Space(to), Class: uint8(class), TakesTurns: d.HasArg("turns"), Owner: name}
 		if pieces == "" {
@@ -119,6 +154,9 @@ func (s *script) run(t *testing.T, d *datadriven.TestData) {
 			return
 		}
 		link, slot := at()
+		if l := s.core.links[link]; slot >= len(l.slots) || l.slots[slot].state != inFlight {
+			d.Fatalf(t, "slot %d of %s is not in flight", slot, s.names[link])
+		}
 		switch d.Cmd {
 		case "landed":
 			s.core.Landed(link, slot)
@@ -194,11 +232,19 @@ func (s *script) actions() {
 			}
 			fmt.Fprintf(&s.out, "await %s\n", name)
 		case Launch:
-			fmt.Fprintf(&s.out, "launch %s %d: %s\n", s.names[a.Link], a.Slot, text(a.Chunk))
+			fmt.Fprintf(&s.out, "launch %s %d: %s", s.names[a.Link], a.Slot, text(a.Chunk))
+			if v := a.Via; v.Hop != Direct {
+				fmt.Fprintf(&s.out, " %s buffer %d of %s", map[Hop]string{ToBuffer: "to", FromBuffer: "from"}[v.Hop], v.Buffer, s.names[v.Relay])
+			}
+			fmt.Fprintln(&s.out)
 		case Recover:
 			fmt.Fprintf(&s.out, "recover %s\n", s.names[a.Link])
 		case Retry:
 			fmt.Fprintf(&s.out, "retry %s: %v\n", text(a.Chunk), a.Err)
+		case Retire:
+			fmt.Fprintf(&s.out, "retire %s: %v\n", s.names[a.Link], a.Err)
+		case Drained:
+			fmt.Fprintf(&s.out, "drained %s\n", s.names[a.Link])
 		case Finish:
 			fmt.Fprintf(&s.out, "finish %s", a.Request.Owner)
 			if a.Err != nil {
