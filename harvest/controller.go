@@ -38,7 +38,10 @@ type controller struct {
 	refreshedAt time.Duration
 	panics      int64 // callbacks that panicked
 	closing     bool
+	suspended   bool // nothing may be borrowed for now
 	actions     []action
+	candidates  []Candidate // scratch space of choose
+	latest      *Handle     // the latest that was allocated
 }
 
 // rules are the options that the controller decides by.
@@ -47,6 +50,7 @@ type rules struct {
 	reader       device.Space
 	slabBytes    int64
 	ownSlabBytes map[string]int64 // of clients with slabs of their own
+	reserve      map[string]int64 // of clients that memory of each peer is kept for
 
 	deadline, cooldown, halfLife, callbackLimit time.Duration
 
@@ -67,7 +71,7 @@ func newController(o Options) *controller {
 	c := &controller{rules: o.rules(), clients: map[string]*client{}, displaced: map[displacement]time.Duration{}}
 	top := o.Machine.Topology()
 	for _, s := range o.Peers {
-		p := &peer{space: s, weight: o.Weight, paths: map[device.Space]device.Path{}, stale: errors.New("no reading yet")}
+		p := &peer{space: s, weight: o.Weight, paths: map[device.Space]device.Path{}, closedTo: map[string]bool{}, kept: map[string]int64{}, stale: errors.New("no reading yet")}
 		for _, to := range top.Spaces() {
 			if path, err := top.Path(s, to); err == nil {
 				p.paths[to] = path
@@ -77,6 +81,13 @@ func newController(o Options) *controller {
 		p.headroom = max(o.HeadroomBytes, 0)
 		if o.HeadroomBytes == 0 {
 			p.headroom = int64(o.HeadroomShare * float64(info.MemoryBytes))
+		}
+		for name, client := range o.Clients {
+			if len(client.Peers) > 0 && !slices.Contains(client.Peers, s) {
+				p.closedTo[name] = true
+			} else if n := c.reserve[name]; n > 0 {
+				p.kept[name] = n
+			}
 		}
 		c.peers = append(c.peers, p)
 	}
@@ -187,6 +198,13 @@ func (c *controller) takeActions() []action {
 	return all
 }
 
+// recycle takes back the memory of takeActions' result.
+func (c *controller) recycle(all []action) {
+	if clear(all); c.actions == nil {
+		c.actions = all[:0]
+	}
+}
+
 func (c *controller) emit(a action) { c.actions = append(c.actions, a) }
 
 // placement is where a request is allocated.
@@ -212,9 +230,16 @@ func (c *controller) request(bytes int64, hints Hints, now time.Duration) (Reque
 		return Request{}, ErrNoCapacity
 	case c.closing:
 		return Request{}, ErrClosed
+	case c.suspended:
+		return Request{}, fmt.Errorf("the model sleeps: %w", ErrNoCapacity)
 	}
 	setDefault(&hints.Reader, c.reader)
-	req := Request{Bytes: device.Align(bytes), Hints: hints, Held: c.client(hints.Client).held, Clients: len(c.clients), Now: now}
+	req := Request{Bytes: device.Align(bytes), Hints: hints, Held: c.client(hints.Client).held, Now: now}
+	for name := range c.clients {
+		if c.reserve[name] == 0 { // the others have their own memory
+			req.Clients++
+		}
+	}
 	req.Total = c.peers.total()
 	return req, nil
 }
@@ -222,7 +247,16 @@ func (c *controller) request(bytes int64, hints Hints, now time.Duration) (Reque
 // choose places the request.
 func (c *controller) choose(req Request) (placement, error) {
 	owner, slabBytes := c.slabsFor(req.Hints.Client)
-	from := slices.DeleteFunc(c.peers.candidates(req, owner, slabBytes), func(to Candidate) bool { return c.policy.Evacuate(to.Peer) })
+	from := c.candidates[:0]
+	if after := req.Hints.After; after != nil && after == c.latest {
+		// What is left of the extent that was chosen last is a better fit than that was, so that
+		// the policy would choose it again: one of many objects need not look at all slabs.
+		from = behind(from, c.policy, req, owner)
+	}
+	if len(from) == 0 {
+		from = c.peers.candidates(from, c.policy, req, owner, slabBytes)
+	}
+	c.candidates = from
 	if len(from) == 0 {
 		for _, p := range c.peers {
 			if p.unusable(req) == "" {
@@ -233,7 +267,11 @@ func (c *controller) choose(req Request) (placement, error) {
 		c.displaceForRequest(req)
 		return placement{}, err
 	}
-	i, err := c.policy.Choose(req, from)
+	policy := c.policy
+	if c.reserve[req.Hints.Client] > 0 {
+		policy = BestFit{}
+	}
+	i, err := policy.Choose(req, from)
 	if err != nil {
 		return placement{}, err
 	}
@@ -262,13 +300,16 @@ func (c *controller) slabAllocated(at placement, r device.Region) *slab {
 	s.use.reuse.at = c.client(at.client).active
 	p.add(s)
 	p.useReserved(at.client, r.Bytes)
+	p.keep(s, c.reserve, -r.Bytes)
 	c.emit(SlabInfo{Slab: s.id, Device: p.space, Bytes: r.Bytes})
 	return s
 }
 
 // grant creates the handle.
 func (c *controller) grant(s *slab, off, bytes int64, req Request, clock *timeline) *Handle {
-	c.policy.Granted(req)
+	if c.reserve[req.Hints.Client] == 0 {
+		c.policy.Granted(req)
+	}
 	if s.segments.allocate(off, req.Bytes); len(s.segments.free) == 0 {
 		s.peer.close(s)
 	}
@@ -279,6 +320,7 @@ func (c *controller) grant(s *slab, off, bytes int64, req Request, clock *timeli
 		client: req.Hints.Client, label: req.Hints.Label,
 		account: allocation{controller: c, slab: s, offset: off},
 	}
+	c.latest = h
 	h.SetCost(req.Hints.Cost)
 	h.readers.open(clock)
 	s.handles[off] = h

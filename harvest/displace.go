@@ -74,9 +74,14 @@ func (p *peer) useReserved(client string, bytes int64) {
 }
 
 // lendable is what may be allocated from the device for a client: borrowable memory that is
-// not reserved for another.
+// not reserved, and not kept, for another.
 func (p *peer) lendable(client string, now time.Duration) int64 {
 	n := p.borrowable()
+	for name, kept := range p.kept {
+		if name != client {
+			n -= kept
+		}
+	}
 	for _, r := range p.reserved {
 		if r.client != client && now < r.until {
 			n -= r.bytes
@@ -189,7 +194,7 @@ func meanCost(slabs []SlabState) float64 {
 func (c *controller) displaceable(p *peer, client string, now time.Duration) []SlabState {
 	var slabs []SlabState
 	for _, s := range p.slabs {
-		if s.draining != nil || now-s.since < c.residence || s.owner == client || s.clients[client] > 0 || c.displacedBy(client, s, now) {
+		if s.draining != nil || c.reserve[s.owner] > 0 || now-s.since < c.residence || s.owner == client || s.clients[client] > 0 || c.displacedBy(client, s, now) {
 			continue
 		}
 		// References are left out: to count them takes long where objects are many.
@@ -237,6 +242,9 @@ func (r *Runtime) Want(s device.Space, d Demand) error {
 }
 
 func (c *controller) want(p *peer, d Demand, now time.Duration) error {
+	if p.closedTo[d.Client] {
+		return nil
+	}
 	p.refused, p.refusedAt = true, now
 	if d == (Demand{}) {
 		return nil

@@ -25,7 +25,7 @@ const (
 	ReasonExternal
 	// ReasonUnhealthy: the peer is lost or excluded.
 	ReasonUnhealthy
-	// ReasonShutdown: the runtime is being closed.
+	// ReasonShutdown: the runtime is being closed or suspended.
 	ReasonShutdown
 
 	reasons = iota

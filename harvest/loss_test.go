@@ -250,9 +250,9 @@ func TestRefusedScrub(t *testing.T) {
 	ok(m.Close())
 }
 
-// TestCallbackPanics: a panic in a callback is reported, and the memory is released as if
-// the callback had returned.
-func TestCallbackPanics(t *testing.T) {
+// newLogged is a runtime with one peer, and what it logs.
+func newLogged(t *testing.T) (*emulated.Machine, *harvest.Runtime, *bytes.Buffer) {
+	t.Helper()
 	m, err := emulated.New(emulated.Options{Virtual: true, GPUs: make([]emulated.GPU, 2)})
 	if err != nil {
 		t.Fatal(err)
@@ -265,6 +265,13 @@ func TestCallbackPanics(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	return m, r, &text
+}
+
+// TestCallbackPanics: a panic in a callback is reported, and the memory is released as if
+// the callback had returned.
+func TestCallbackPanics(t *testing.T) {
+	m, r, text := newLogged(t)
 	called := 0
 	for range 2 {
 		h, err := r.Alloc(1000, harvest.Hints{})
@@ -291,7 +298,7 @@ func TestCallbackPanics(t *testing.T) {
 	}
 	for _, want := range []string{"level=ERROR", "callback of handle 1", `panic="index out of range"`, "loss_test.go"} {
 		if !strings.Contains(text.String(), want) {
-			t.Errorf("the log has no %q:\n%s", want, &text)
+			t.Errorf("the log has no %q:\n%s", want, text)
 		}
 	}
 	if err := errors.Join(r.Close(t.Context()), m.Close()); err != nil {
@@ -301,18 +308,7 @@ func TestCallbackPanics(t *testing.T) {
 
 // TestUnscrubbedSlabOfDisabledPeer: an operator reads that content may have stayed there.
 func TestUnscrubbedSlabOfDisabledPeer(t *testing.T) {
-	m, err := emulated.New(emulated.Options{Virtual: true, GPUs: make([]emulated.GPU, 2)})
-	if err != nil {
-		t.Fatal(err)
-	}
-	var text bytes.Buffer
-	r, err := harvest.New(harvest.Options{
-		Machine: m, Peers: []device.Space{device.HBM(1)}, SlabBytes: 1 << 12,
-		Events: harvest.LogEvents(slog.New(slog.NewTextHandler(&text, nil))),
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	m, r, text := newLogged(t)
 	if _, err := r.Alloc(1000, harvest.Hints{}); err != nil {
 		t.Fatal(err)
 	}
@@ -323,7 +319,7 @@ func TestUnscrubbedSlabOfDisabledPeer(t *testing.T) {
 		t.Error(err)
 	}
 	if want := `level=WARN msg="harvest: slab of a disabled peer released without scrubbing`; !strings.Contains(text.String(), want) {
-		t.Errorf("the log has no %q:\n%s", want, &text)
+		t.Errorf("the log has no %q:\n%s", want, text)
 	}
 }
 

@@ -75,6 +75,12 @@ type ClientOptions struct {
 	// small objects do not fragment the slabs of large ones, and are not revoked with
 	// them. Default: the client shares slabs of Options.SlabBytes.
 	SlabBytes int64
+	// Peers that the client may use. Default: all.
+	Peers []device.Space
+	// ReserveBytes of each of its peers are kept for the client, in slabs of its own of that size:
+	// no other client is given or displaces them, and no policy refuses them. In return they are the
+	// first to be revoked when other processes need memory. Default: none.
+	ReserveBytes int64
 }
 
 // EnsureDefaults returns o with defaults set.
@@ -131,6 +137,14 @@ func (o Options) Validate() error {
 		if c.SlabBytes < 0 {
 			return fmt.Errorf("harvest: invalid slab size of %d bytes for client %s: must be positive", c.SlabBytes, name)
 		}
+		if c.ReserveBytes < 0 || c.ReserveBytes > 0 && c.SlabBytes > 0 {
+			return fmt.Errorf("harvest: %d bytes are reserved for client %s, with slabs of %d: a reserve must be positive, and is one slab", c.ReserveBytes, name, c.SlabBytes)
+		}
+		for _, p := range c.Peers {
+			if !slices.Contains(o.Peers, p) {
+				return fmt.Errorf("harvest: client %s may use %s, which is not a peer", name, p)
+			}
+		}
 	}
 	switch {
 	case o.SlabBytes < 0:
@@ -151,14 +165,17 @@ func (o Options) Validate() error {
 
 // rules are the options that the controller decides by.
 func (o Options) rules() rules {
-	own := map[string]int64{}
+	own, reserve := map[string]int64{}, map[string]int64{}
 	for name, c := range o.Clients {
-		if c.SlabBytes > 0 {
-			own[name] = device.Align(c.SlabBytes)
+		if n := max(c.SlabBytes, c.ReserveBytes); n > 0 {
+			own[name] = device.Align(n)
+		}
+		if c.ReserveBytes > 0 {
+			reserve[name] = own[name]
 		}
 	}
 	return rules{
-		policy: o.Policy, reader: o.Reader, slabBytes: device.Align(o.SlabBytes), ownSlabBytes: own,
+		policy: o.Policy, reader: o.Reader, slabBytes: device.Align(o.SlabBytes), ownSlabBytes: own, reserve: reserve,
 		deadline: o.Deadline, cooldown: max(o.Cooldown, 0), halfLife: o.HalfLife, callbackLimit: o.CallbackLimit,
 		displaceFactor: max(o.DisplaceFactor, 0), residence: o.Residence, reserved: o.Reserve, displaceInterval: 5 * o.Interval,
 	}

@@ -36,6 +36,10 @@ type peer struct {
 	health, excluded error
 	cooldown         time.Duration // until then no slab is allocated
 	reserved         []reservation
+	// closedTo are clients that may not use the peer, kept is what is kept for clients that do not
+	// hold it.
+	closedTo map[string]bool
+	kept     map[string]int64
 	// refused: a request found no room on the peer, the last time at refusedAt.
 	refused   bool
 	refusedAt time.Duration
@@ -67,10 +71,10 @@ func (ps peers) total() (n int64) {
 	return n
 }
 
-// candidates lists where the request fits: in slabs of that owner, or in new ones of that
-// size.
-func (ps peers) candidates(req Request, owner string, slabBytes int64) []Candidate {
-	var cs []Candidate
+// candidates appends to cs where the request fits: in slabs of that owner, or in new ones of that
+// size, on peers that the policy does not evacuate. Of a peer's slabs whose best free extents have
+// equal sizes, the one with the lowest number stands for all: policies prefer it.
+func (ps peers) candidates(cs []Candidate, policy Policy, req Request, owner string, slabBytes int64) []Candidate {
 	n := req.Bytes
 	after := req.Hints.After
 	for _, p := range ps {
@@ -78,12 +82,23 @@ func (ps peers) candidates(req Request, owner string, slabBytes int64) []Candida
 			continue
 		}
 		state := p.state(req.Hints.Reader)
+		if policy.Evacuate(state) {
+			continue
+		}
+		first := len(cs)
 		for _, s := range p.open {
 			if s.draining != nil || s.owner != owner {
 				continue
 			}
 			if h, ok := s.segments.bestFit(n); ok {
-				cs = append(cs, Candidate{Peer: state, Slab: s.id, FreeExtent: h.bytes, Leftover: h.bytes - n, offset: h.off, slab: s})
+				i := slices.IndexFunc(cs[first:], func(c Candidate) bool { return c.FreeExtent == h.bytes && !c.Adjacent })
+				switch {
+				case i < 0:
+					cs = append(cs, Candidate{Peer: state, Slab: s.id, FreeExtent: h.bytes, Leftover: h.bytes - n, offset: h.off, slab: s})
+				case s.id < cs[first+i].Slab:
+					c := &cs[first+i]
+					c.Slab, c.offset, c.slab = s.id, h.off, s
+				}
 			}
 			if after != nil && after.account.slab == s && after.account.state == live {
 				if h, ok := s.segments.freeAt(after.account.offset+device.Align(after.r.Bytes), n); ok {
@@ -101,6 +116,21 @@ func (ps peers) candidates(req Request, owner string, slabBytes int64) []Candida
 		}
 	}
 	return cs
+}
+
+// behind appends to cs the extent right behind Hints.After, if the request fits into it.
+func behind(cs []Candidate, policy Policy, req Request, owner string) []Candidate {
+	after := req.Hints.After
+	s := after.account.slab
+	if after.account.state != live || s.draining != nil || s.owner != owner || s.peer.unusable(req) != "" {
+		return cs
+	}
+	state := s.peer.state(req.Hints.Reader)
+	h, ok := s.segments.freeAt(after.account.offset+device.Align(after.r.Bytes), req.Bytes)
+	if !ok || policy.Evacuate(state) {
+		return cs
+	}
+	return append(cs, Candidate{Peer: state, Slab: s.id, FreeExtent: h.bytes, Leftover: h.bytes - req.Bytes, Adjacent: true, offset: h.off, slab: s})
 }
 
 // noCapacity is the error of a request that fits nowhere.
@@ -171,6 +201,13 @@ func (p *peer) remove(s *slab) {
 	p.close(s)
 }
 
+// keep changes what is kept for the client that has the slab for itself, if any is, by so many bytes.
+func (p *peer) keep(s *slab, reserve map[string]int64, bytes int64) {
+	if n := reserve[s.owner]; n > 0 {
+		p.kept[s.owner] = min(max(p.kept[s.owner]+bytes, 0), n)
+	}
+}
+
 // reopen lists a slab that has a free extent again; close removes one from the list.
 func (p *peer) reopen(s *slab) {
 	if !s.open {
@@ -194,6 +231,8 @@ func (p *peer) unusable(req Request) string {
 	switch _, path := p.paths[req.Hints.Reader]; {
 	case len(req.Hints.Peers) > 0 && !slices.Contains(req.Hints.Peers, p.space):
 		return "is not among the requested peers"
+	case p.closedTo[req.Hints.Client]:
+		return "is not lent to " + req.Hints.Client
 	case !path:
 		return "has no path to " + req.Hints.Reader.String()
 	case p.health != nil:
@@ -213,7 +252,7 @@ func (p *peer) noNewSlabs(req Request) string {
 	case p.borrowable() < req.Bytes:
 		return fmt.Sprintf("has %d bytes free, of which %d are headroom", p.free, p.headroom)
 	case p.lendable(req.Hints.Client, req.Now) < req.Bytes:
-		return fmt.Sprintf("has %d bytes free, of which %d are headroom and %d are reserved for clients that they were released for", p.free, p.headroom, p.borrowable()-p.lendable(req.Hints.Client, req.Now))
+		return fmt.Sprintf("has %d bytes free, of which %d are headroom and %d are reserved for other clients", p.free, p.headroom, p.borrowable()-p.lendable(req.Hints.Client, req.Now))
 	}
 	return ""
 }
@@ -234,7 +273,7 @@ func (p *peer) update(reading Reading, now, halfLife time.Duration) {
 
 // slabState is the input of Victims.
 func (c *controller) slabState(s *slab) SlabState {
-	st := SlabState{ID: s.id, Peer: s.peer.space, Bytes: s.segments.bytes, Cost: c.cost(s)}
+	st := SlabState{ID: s.id, Peer: s.peer.space, Bytes: s.segments.bytes, Cost: c.cost(s), First: c.reserve[s.owner] > 0}
 	for off, h := range s.handles {
 		st.Used += s.segments.used[off]
 		_, n := h.State()

@@ -17,7 +17,7 @@ type Policy interface {
 	Name() string
 	// Choose returns the index of the candidate to use; there is at least one, and each
 	// satisfies size and hints. An error refuses the request; it wraps ErrQuota or
-	// ErrRate if these are the reason.
+	// ErrRate if these are the reason. from is valid during the call.
 	Choose(r Request, from []Candidate) (int, error)
 	// Granted is called after Choose for each request that succeeded.
 	Granted(r Request)
@@ -325,6 +325,8 @@ type SlabState struct {
 	Cost time.Duration
 	// References on its handles.
 	References int
+	// First: it goes before all others, whatever they cost (ClientOptions.ReserveBytes).
+	First bool
 }
 
 // Victim is a slab to be revoked.
@@ -334,8 +336,8 @@ type Victim struct {
 }
 
 // Victims decides which slabs to revoke: all on peers that are unhealthy or that the
-// policy evacuates, and on others, cheapest first, as many as the headroom needs. It is
-// pure; the result is in the order of the peers.
+// policy evacuates, and on others, those that go first and then cheapest first, as many as the
+// headroom needs. It is pure; the result is in the order of the peers.
 func Victims(peers []PeerNeed, slabs []SlabState) []Victim {
 	var vs []Victim
 	for _, p := range peers {
@@ -351,13 +353,31 @@ func Victims(peers []PeerNeed, slabs []SlabState) []Victim {
 			if p.AboveShare > pressure {
 				reason = ReasonPolicy
 			}
-			there = Cheapest(there, max(pressure, p.AboveShare))
+			there = toRelease(there, max(pressure, p.AboveShare))
 		}
 		for _, s := range there {
 			vs = append(vs, Victim{s.ID, reason})
 		}
 	}
 	return vs
+}
+
+// toRelease selects slabs of at least need bytes, or all if they have less: those that go first, and
+// the cheapest of the others for what these lack.
+func toRelease(slabs []SlabState, need int64) []SlabState {
+	if need <= 0 {
+		return nil
+	}
+	var first, others []SlabState
+	for _, s := range slabs {
+		if s.First {
+			first = append(first, s)
+			need -= s.Bytes
+		} else {
+			others = append(others, s)
+		}
+	}
+	return append(first, Cheapest(others, need)...)
 }
 
 // referenceCost is what each reference adds to the cost of a slab: draining waits for it,

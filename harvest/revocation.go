@@ -184,7 +184,7 @@ func (c *controller) reclaim(p *peer, bytes int64, now, within time.Duration) (*
 			}
 		}
 	}
-	for _, v := range Cheapest(there, missing-p.draining) {
+	for _, v := range toRelease(there, missing-p.draining) {
 		i := slices.IndexFunc(p.slabs, func(s *slab) bool { return s.id == v.ID })
 		cl.planned += v.Bytes
 		cl.remaining++
@@ -194,9 +194,14 @@ func (c *controller) reclaim(p *peer, bytes int64, now, within time.Duration) (*
 	return cl, nil
 }
 
-// close starts to release everything.
+// close starts to release everything, for good.
 func (c *controller) close(now time.Duration) {
 	c.closing = true
+	c.releaseAll(now)
+}
+
+// releaseAll starts to release everything.
+func (c *controller) releaseAll(now time.Duration) {
 	for _, p := range c.peers {
 		for _, s := range p.slabs {
 			if s.draining == nil {
@@ -414,6 +419,7 @@ func (c *controller) slabFreed(l *revocation, now time.Duration, err error) {
 	p, n := s.peer, s.segments.bytes
 	l.phase = released
 	p.remove(s)
+	p.keep(s, c.reserve, n)
 	c.emit(SlabInfo{Slab: s.id, Device: p.space, Bytes: n, Released: true, Reason: l.reason, Scrubbed: l.scrubbed, Err: l.scrubErr})
 	for _, cl := range l.requests {
 		cl.freed += n
@@ -422,9 +428,11 @@ func (c *controller) slabFreed(l *revocation, now time.Duration, err error) {
 	if l.reason == ReasonEmpty {
 		return
 	}
-	if l.beneficiary == "" {
+	switch {
+	case l.reason == ReasonShutdown: // no other process has asked for it
+	case l.beneficiary == "":
 		p.cooldown = max(p.cooldown, now+c.cooldown)
-	} else { // the memory is for a client, not for another process
+	default: // the memory is for a client, not for another process
 		c.clients[l.beneficiary].displacing--
 		p.reserve(l.beneficiary, n, now+c.reserved)
 	}

@@ -154,7 +154,9 @@ func (r *Runtime) update(f func(*controller) error) error {
 
 // apply carries out the actions that need no wait, and returns the others. mu is held.
 func (r *Runtime) apply() (rest []action) {
-	for _, a := range r.control.takeActions() {
+	all := r.control.takeActions()
+	defer r.control.recycle(all)
+	for _, a := range all {
 		switch a := a.(type) {
 		case refuse:
 			a.h.readers.refuse()
@@ -331,6 +333,35 @@ func (r *Runtime) Close(ctx context.Context) error {
 		stop()
 	}
 	return r.release()
+}
+
+// Suspend revokes everything, refuses to borrow until Resume, and waits until all memory is
+// released. If ctx ends first, the error names the owners that still hold memory; it is released
+// later all the same.
+func (r *Runtime) Suspend(ctx context.Context) error {
+	if err := r.update(func(c *controller) error {
+		if c.closing {
+			return ErrClosed
+		}
+		c.suspended = true
+		c.releaseAll(r.now())
+		return nil
+	}); err != nil {
+		return fmt.Errorf("harvest: suspend: %w", err)
+	}
+	for r.progress() > 0 {
+		if err := r.yield(ctx); err != nil {
+			return fmt.Errorf("harvest: suspend: %s: %w", r.describeOverdue(nil), err)
+		}
+	}
+	return nil
+}
+
+// Resume ends a Suspend.
+func (r *Runtime) Resume() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.control.suspended = false
 }
 
 // stopTicks prevents further ticks, unless one is in progress.

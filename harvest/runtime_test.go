@@ -89,6 +89,8 @@ func TestOptions(t *testing.T) {
 		{"no path", harvest.Options{Machine: island, Peers: []device.Space{device.HBM(1)}}, "no path from peer gpu1 to gpu0; exclude the peer: device: from gpu1 to gpu0: no path"},
 		{"slab", harvest.Options{Machine: m, SlabBytes: -1}, "invalid slab size"},
 		{"a client's slab", harvest.Options{Machine: m, Clients: map[string]harvest.ClientOptions{"kv": {SlabBytes: -1}}}, "invalid slab size of -1 bytes for client kv"},
+		{"a reserve in slabs", harvest.Options{Machine: m, Clients: map[string]harvest.ClientOptions{"kv": {SlabBytes: 1, ReserveBytes: 2}}}, "2 bytes are reserved for client kv, with slabs of 1"},
+		{"a client's peer", harvest.Options{Machine: m, Peers: peers12, Clients: map[string]harvest.ClientOptions{"kv": {Peers: []device.Space{device.HBM(0)}}}}, "client kv may use gpu0, which is not a peer"},
 		{"clear", harvest.Options{Machine: m, ScrubBytes: -1}, "invalid scrub buffer of -1 bytes"},
 		{"deadline", harvest.Options{Machine: m, Deadline: -1}, "durations must not be negative: deadline -1ns"},
 		{"lost", harvest.Options{Machine: lost, Peers: peers12}, "peer gpu2: device: stream on gpu2"},

@@ -125,6 +125,9 @@ func (r *Runtime) Room(client string, bytes int64) map[device.Space]int {
 }
 
 func (p *peer) room(client, owner string, bytes int64, now time.Duration) int {
+	if p.closedTo[client] {
+		return 0
+	}
 	unit := device.Align(max(bytes, 1))
 	n := max(p.lendable(client, now), 0) / unit
 	for _, s := range p.slabs {

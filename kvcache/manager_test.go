@@ -217,9 +217,14 @@ func TestManagerMachine(t *testing.T) {
 					return
 				}
 				n, leave := rapid.IntRange(0, len(s.tokens)+2*b).Draw(t, "tokens"), rapid.IntRange(0, 4).Draw(t, "leave")
-				may := s.MayReserve(n, leave)
-				if s.Match(s.most); !may && s.CanReserve(n, leave) {
+				may, lacks, free := s.MayReserve(n, leave), s.Lacks(n, leave), m.Free()
+				s.Match(s.most)
+				can := s.CanReserve(n, leave)
+				if !may && can {
 					t.Fatalf("%d tokens could not be reserved with %d blocks left, and could behind %d: %d free", n, leave, len(s.Blocks())*b, m.Free())
+				}
+				if can && lacks > 0 || !can && lacks == 0 && s.most == len(s.tokens) && len(s.Blocks())*b <= n || lacks > 0 && lacks <= free {
+					t.Fatalf("%d tokens with %d blocks left: %v behind %d; %d free blocks were said to be needed, of %d", n, leave, can, len(s.Blocks())*b, lacks, free)
 				}
 				s.Release(true)
 			},

@@ -122,6 +122,9 @@ func NewPool(o PoolOptions) (*Pool, error) {
 // Shape is the shape of a block, with defaults filled in.
 func (p *Pool) Shape() Shape { return p.shape }
 
+// Memory is that of all blocks, which its user may suspend while no block is used, and resumes.
+func (p *Pool) Memory() device.Memory { return p.memory }
+
 // Region is the memory of one block: K and V of all its layers.
 func (p *Pool) Region(block int32) device.Region {
 	n := p.shape.BlockBytes()

@@ -45,8 +45,9 @@ func (t *Table) Match(maxTokens int) (tokens int) {
 		panic(fmt.Sprintf("kvcache: match of a sequence with %d blocks", len(t.blocks)))
 	}
 	keys := t.keys[:min(len(t.keys), maxTokens/t.m.blockTokens)]
+	before := int32(0)
 	for i, k := range keys {
-		id, ok := t.m.byKey[k]
+		id, ok := t.m.find(k, before)
 		if !ok {
 			t.m.missed(keys[i:])
 			break
@@ -59,6 +60,7 @@ func (t *Table) Match(maxTokens int) (tokens int) {
 		}
 		t.m.share(id)
 		t.blocks = append(t.blocks, id)
+		before = id
 	}
 	t.filled = len(t.blocks) * t.m.blockTokens
 	t.writable = t.filled
@@ -76,6 +78,29 @@ func (t *Table) MayReserve(tokens, leave int) bool {
 	}
 	shared := int64(t.shared) + t.m.gained - t.gained
 	return int64(t.m.blocksFor(tokens)+leave)-shared <= int64(t.m.Free())
+}
+
+// Lacks is how many blocks must be free for CanReserve to be true after a Match, of a table without
+// blocks; 0: as many are, as far as can be said without one. It looks at the sequence's blocks only
+// where MayReserve is true.
+func (t *Table) Lacks(tokens, leave int) int {
+	shared := int64(t.shared) + t.m.gained - t.gained
+	if t.MayReserve(tokens, leave) {
+		shared = 0
+		for _, k := range t.keys {
+			id, ok := t.m.byKey[k]
+			if !ok {
+				break
+			}
+			if t.m.refs[id] > 0 || t.m.holds[id] > 0 {
+				shared++
+			}
+		}
+	}
+	if n := int(max(0, int64(t.m.blocksFor(tokens))-shared)) + leave; n > t.m.Free() {
+		return n
+	}
+	return 0
 }
 
 // Fork shares the blocks that hold another sequence's first tokens, with a table without

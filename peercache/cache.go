@@ -163,6 +163,7 @@ func (o *Object[K]) parts() []device.Region {
 // Transfer fills the copies of several objects on one peer. A copy is there once the
 // transfer has ended, a Poll has followed, and Find finds it.
 type Transfer[K comparable] struct {
+	// Keys of the objects, in the order of PutAll's; the caller's.
 	Keys   []K
 	Ticket *transfer.Ticket
 }
@@ -207,7 +208,7 @@ func (c *Cache[K]) PutAll(objects []Object[K], o PutOptions[K]) ([]Transfer[K], 
 		if m.ticket == nil {
 			continue
 		}
-		t := Transfer[K]{Ticket: m.ticket}
+		t := Transfer[K]{Keys: make([]K, 0, len(m.copies)), Ticket: m.ticket}
 		for _, x := range m.copies {
 			t.Keys = append(t.Keys, x.key)
 		}
@@ -252,9 +253,9 @@ func (c *Cache[K]) place(object Object[K], before *harvest.Handle, o PutOptions[
 func (c *Cache[K]) start(m *move[K], behind []device.Point) error {
 	var (
 		errs   []error
-		refs   []harvest.Ref
-		pieces []transfer.Piece
-		filled []*Copy[K]
+		refs   = make([]harvest.Ref, 0, len(m.copies))
+		pieces = make([]transfer.Piece, 0, len(m.copies))
+		filled = make([]*Copy[K], 0, len(m.copies))
 	)
 	give := func(x *Copy[K], err error) {
 		delete(c.moving, x.key)

@@ -429,6 +429,20 @@ func TestPlans(t *testing.T) {
 			}
 			// Any number from the front may be carried out.
 			moves = moves[:rapid.IntRange(1, len(moves)).Draw(t, "begun")]
+			// Links that are nearly alike count as equal, so what is read from a peer, and what gives
+			// way there, may have cost less than the plan says.
+			slack := 0.0
+			for _, m := range moves {
+				ids := []experts.ID{m.In}
+				if m.Out != m.In && m.Kind != rebalancer.Promote {
+					ids = append(ids, m.Out)
+				}
+				for _, id := range ids {
+					if h := s.Placed[id.Layer][id.Expert]; h.Tier == experts.Peer {
+						slack += (rebalancer.SimilarLinks - 1) * s.Rates[id.Layer][id.Expert] * float64(s.Bytes) * perByte(c, h)
+					}
+				}
+			}
 			carryOut(t, s, &c, moves)
 			gain := 0.0
 			for _, m := range moves {
@@ -437,9 +451,8 @@ func TestPlans(t *testing.T) {
 					t.Fatalf("%v gains %g", m, m.Gain)
 				}
 			}
-			// Classes take links that are nearly alike as equal, so it may be a little less.
-			if after := seconds(s, c); before-after < gain*0.6-1e-12 {
-				t.Fatalf("%v should save %g s/s, and saves %g", moves, gain, before-after)
+			if after := seconds(s, c); before-after < gain-slack-1e-12 {
+				t.Fatalf("%v should save %g s/s, and saves %g, which is more than %g less", moves, gain, before-after, slack)
 			}
 		}
 	})

@@ -125,6 +125,8 @@ type Rebalancer struct {
 	worth atomic.Pointer[Worth]
 
 	stop func() // ends the loop; nil before Start
+	// paused: ticks do nothing.
+	paused bool
 }
 
 // promotion is a started Replace: its copy starts when the replaced one's memory is free.
@@ -219,12 +221,30 @@ func (r *Rebalancer) Close() error {
 	return nil
 }
 
+// Pause has ticks start nothing, until Resume, and gives up promotions that wait for room. Moves
+// under way continue.
+func (r *Rebalancer) Pause() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.paused, r.waiting = true, nil
+}
+
+// Resume ends a Pause.
+func (r *Rebalancer) Resume() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.paused = false
+}
+
 // Tick updates the rates and starts the moves that the limits allow. It does not wait for
 // them. Harvest's refusals (no room, quota, rate) are not errors; other errors end the
 // tick's moves.
 func (r *Rebalancer) Tick(now time.Duration) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	if r.paused {
+		return nil
+	}
 	failed := r.promoteWaiting(now)
 	v := r.view(now, true)
 	r.core.Step(v, now, func(m Move) bool {

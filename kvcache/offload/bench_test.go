@@ -3,6 +3,7 @@ package offload_test
 import (
 	"fmt"
 	"testing"
+	"time"
 
 	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/kvcache/offload"
@@ -41,30 +42,52 @@ func BenchmarkRoundTrip(b *testing.B) {
 	}
 }
 
-// BenchmarkPeerStore stores blocks in a large tier in peers' memory that is full: each evicts
-// another.
-func BenchmarkPeerStore(b *testing.B) {
-	const n, total = 512, 16 << 10
-	h := peers()
-	h.Clients[offload.HarvestClient] = slabs(128 << 10) // of 128 blocks
-	r := newRig(b, rigOptions{blocks: n, limit: n, headBytes: 64, config: offload.Config{GPUBlocks: total}, harvest: h, unchecked: true})
-	s := r.sequence(1, "a", n)
-	r.fill(s, 0, n)
-	number := 0
-	next := func() {
-		number++
-		k := kvcache.RootKey(fmt.Append(nil, number))
-		for i := range s.keys {
-			k[0], k[1], k[2] = byte(i), byte(i>>8), byte(number)
-			s.keys[i] = k
-		}
-		r.store(s, 0, n)
+// BenchmarkStore is what the engine's goroutine does to store 1,024 blocks in a tier that is full, so that
+// each evicts another: Store, and Poll after the copies. The peer's slabs are of 16 blocks, as a server's.
+func BenchmarkStore(b *testing.B) {
+	const n, total = 1024, 4 << 10
+	for _, medium := range []string{offload.CPU, offload.PeerGPU} {
+		b.Run("tier="+medium, func(b *testing.B) {
+			o := rigOptions{blocks: n, limit: n, headBytes: 64, unchecked: true, config: offload.Config{CPUBlocks: total}}
+			if medium == offload.PeerGPU {
+				h := peers()
+				h.Clients[offload.HarvestClient] = slabs(16 << 10)
+				o.config, o.harvest = offload.Config{GPUBlocks: total}, h
+			}
+			r := newRig(b, o)
+			s := r.sequence(1, "a", n)
+			r.fill(s, 0, n)
+			number, host := 0, time.Duration(0)
+			next := func() {
+				number++
+				k := kvcache.RootKey(fmt.Append(nil, number))
+				for i := range s.keys {
+					k[0], k[1] = byte(i), byte(i>>8)
+					s.keys[i] = k
+				}
+				began := time.Now()
+				r.tiers.Store(s.keys, 0, s.table.Blocks(), offload.Filled)
+				host += time.Since(began)
+				r.ok(r.tiers.Wait(b.Context()))
+				began = time.Now()
+				r.tiers.Poll()
+				host += time.Since(began)
+				r.tiers.TakeEvents()
+			}
+			for range total / n {
+				next()
+			}
+			host = 0
+			b.ReportAllocs()
+			for b.Loop() {
+				next()
+			}
+			b.ReportMetric(float64(host.Nanoseconds())/float64(b.N*n), "ns/block")
+			for _, s := range r.tiers.Stats() {
+				if s.Stored != int64(number*n) {
+					b.Errorf("%d blocks were stored of %d", s.Stored, number*n)
+				}
+			}
+		})
 	}
-	for range total / n {
-		next()
-	}
-	for b.Loop() {
-		next()
-	}
-	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N*n), "ns/block")
 }

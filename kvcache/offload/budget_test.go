@@ -202,6 +202,7 @@ func (b *bounded) Open(e offload.Env) ([]*offload.Medium, error) {
 // rig opens the medium's tiers.
 func (b *bounded) rig(t *testing.T) *rig {
 	name := fmt.Sprintf("BoundedSpec %p", b)
+	t.Cleanup(func() { offload.Unregister(name) })
 	offload.Register(name, func(offload.Config) (offload.Spec, error) { return b, nil })
 	return newRig(t, rigOptions{
 		config:  offload.Config{SpecName: name},

@@ -1,6 +1,8 @@
 package offload
 
 import (
+	"testing"
+
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/transfer"
@@ -121,4 +123,25 @@ func (t *Tiers) FileNames() (names int) {
 		}
 	}
 	return names
+}
+
+// Unregister removes the spec and the policies of a name, so that a test can run again.
+func Unregister(name string) {
+	specs.remove(name)
+	storePolicies.remove(name)
+	loadPolicies.remove(name)
+}
+
+func (r *registry[T]) remove(name string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	delete(r.by, name)
+}
+
+// LockWith has folders of the file tier locked by another function, and sets whether their file
+// system is of one host, until the end of the test.
+func LockWith(t testing.TB, lock func(fd, how int) error, oneHost bool) {
+	before, of := flock, ofOneHost
+	t.Cleanup(func() { flock, ofOneHost = before, of })
+	flock, ofOneHost = lock, func(int) bool { return oneHost }
 }

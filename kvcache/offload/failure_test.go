@@ -3,6 +3,7 @@ package offload_test
 import (
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -283,6 +284,18 @@ func TestFolderGone(t *testing.T) {
 	}
 }
 
+// TestMoreBlocksThanPeersHave: the account of the peer tier is no larger than the peers' memory, however
+// many blocks are asked for.
+func TestMoreBlocksThanPeersHave(t *testing.T) {
+	r := newRig(t, rigOptions{
+		config: offload.Config{GPUBlocks: 2e9, DestGPUs: []int{2}}, harvest: peers(),
+		machine: emulated.Options{GPUs: slices.Repeat([]emulated.GPU{{MemoryBytes: 1 << 20}}, 3)},
+	})
+	if got := r.stats(offload.PeerGPU).Capacity; got != 1024 {
+		t.Errorf("%d blocks", got)
+	}
+}
+
 // TestBadOptions: what cannot work is an error of New that names the setting.
 func TestBadOptions(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "file")
@@ -304,10 +317,14 @@ func TestBadOptions(t *testing.T) {
 		"no folder":         {rigOptions{config: offload.Config{FileBlocks: 4, Directory: filepath.Join(file, "..", "none")}}, []string{"directory", "none", "no such file"}},
 		"not a folder":      {rigOptions{config: offload.Config{FileBlocks: 4, Directory: file}}, []string{"directory", "not a directory"}},
 		"read-only folder":  {rigOptions{config: offload.Config{FileBlocks: 4, Directory: "/proc"}}, []string{"directory", "/proc"}},
-		"patience":          {rigOptions{config: offload.Config{CPUBlocks: 4}, patience: -1}, []string{"Patience"}},
-		"store limit":       {rigOptions{config: offload.Config{CPUBlocks: 4}, limit: -1}, []string{"StoreLimit"}},
+		"more blocks than the directory has room": {rigOptions{config: offload.Config{FileBlocks: 2e9}, headBytes: 1 << 20}, []string{"num_file_blocks is 2000000000, of 16777260 bytes each", "bytes are free in directory", "set it to at most"}},
+		"patience":    {rigOptions{config: offload.Config{CPUBlocks: 4}, patience: -1}, []string{"Patience"}},
+		"store limit": {rigOptions{config: offload.Config{CPUBlocks: 4}, limit: -1}, []string{"StoreLimit"}},
 	} {
 		t.Run(name, func(t *testing.T) {
+			if c.options.config.FileBlocks > 0 && c.options.config.Directory == "" {
+				c.options.config.Directory = t.TempDir()
+			}
 			r, err := openRig(t, c.options)
 			wantError(t, err, c.want...)
 			r.close()

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"path/filepath"
 	"slices"
 	"sync"
 
@@ -84,10 +85,27 @@ func openFiles(e Env, c Config) (*Medium, error) {
 	if err := f.open(); err != nil {
 		return nil, errors.Join(fmt.Errorf("file tier: %w", err), f.Close())
 	}
+	if err := f.checkRoom(c.FileBlocks); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
 	return &Medium{
 		Name: File, Blocks: c.FileBlocks, Memory: f, Store: fileHandler{f, true}, Load: fileHandler{f, false},
 		BytesPerSecond: func() float64 { return 0 },
 	}, nil
+}
+
+// checkRoom refuses more blocks than there is room for in the directory: the tier's account needs
+// memory for each, whether it is ever stored or not.
+func (f *fileMemory) checkRoom(blocks int) error {
+	free, err := f.folder.free()
+	if err != nil {
+		return nil // stores will show it
+	}
+	bytes := f.env.BlockBytes + int64(headerBytes)
+	if most := free / bytes; int64(blocks) > most {
+		return fmt.Errorf("num_file_blocks is %d, of %d bytes each, and %d bytes are free in directory %q; set it to at most %d, or make room", blocks, bytes, free, filepath.Dir(f.folder.path), most)
+	}
+	return nil
 }
 
 func (f *fileMemory) open() error {

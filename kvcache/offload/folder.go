@@ -8,6 +8,7 @@ import (
 	"hash/crc32"
 	"io"
 	"log/slog"
+	"math"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -23,13 +24,11 @@ import (
 // that uses the directory sees which folders are abandoned, and removes them.
 type folder struct {
 	path string
-	lock *os.File // nil: the file system has no locks, and nobody else removes the folder
+	lock *os.File // nil: it is not made yet
 }
 
 const (
 	folderPrefix = "moeserve-kv-"
-	lockName     = "lock"
-	lockText     = "A moeserve process holds a lock on this file while it uses the folder.\n"
 	probeName    = "probe"
 	unfinished   = ".new" // behind the name of a file that is being written
 )
@@ -40,38 +39,25 @@ var folderNames = regexp.MustCompile(`^([0-9a-f]{16}-[0-9]+|` + probeName + `)(\
 // newFolder makes a folder in the directory, after it has removed those that are abandoned.
 func newFolder(directory string, log *slog.Logger) (*folder, error) {
 	removeAbandoned(directory, log)
-	path, err := os.MkdirTemp(directory, folderPrefix)
-	if err != nil {
-		return nil, err
+	for attempt := 1; ; attempt++ {
+		path, err := os.MkdirTemp(directory, folderPrefix)
+		if err != nil {
+			return nil, err
+		}
+		f := &folder{path: path}
+		f.lock, err = newLock(path)
+		if errors.Is(err, errNoLocks) {
+			log.Warn("KV files cannot be locked: if this process is killed they stay", "folder", path, "err", err)
+			err = nil
+		}
+		if err == nil {
+			return f, nil
+		}
+		removed := f.remove()
+		if taken := errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.EWOULDBLOCK); !taken || attempt == lockAttempts {
+			return nil, errors.Join(err, removed)
+		}
 	}
-	f := &folder{path: path}
-	if f.lock, err = newLock(path); errors.Is(err, unix.ENOLCK) || errors.Is(err, unix.EOPNOTSUPP) {
-		log.Warn("KV files cannot be locked: if this process is killed they stay", "folder", path, "err", err)
-	} else if err != nil {
-		return nil, errors.Join(err, f.remove())
-	}
-	return f, nil
-}
-
-// newLock makes the lock of a folder. It has its name once it is held: a file of this name that
-// nobody holds is one that is abandoned.
-func newLock(path string) (*os.File, error) {
-	name := filepath.Join(path, lockName)
-	lock, err := os.OpenFile(name+unfinished, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
-	if err != nil {
-		return nil, err
-	}
-	_, err = lock.WriteString(lockText)
-	if err == nil {
-		err = unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-	}
-	if err == nil {
-		err = os.Rename(name+unfinished, name)
-	}
-	if err != nil {
-		return nil, errors.Join(err, lock.Close(), os.Remove(name+unfinished))
-	}
-	return lock, nil
 }
 
 // remove removes the folder with all its files.
@@ -108,6 +94,8 @@ func removeAbandoned(directory string, log *slog.Logger) {
 		}
 		path := filepath.Join(directory, name)
 		switch files, err := removeFolder(int(d.Fd()), name); {
+		case errors.Is(err, errElsewhere):
+			log.Info("KV files may be of a process that was killed: remove the folder if it was", "folder", path, "err", err)
 		case err != nil:
 			log.Warn("KV files of a process that was killed not removed", "folder", path, "err", err)
 		case files > 0:
@@ -117,8 +105,8 @@ func removeAbandoned(directory string, log *slog.Logger) {
 }
 
 // removeFolder removes a folder in a directory and returns the number of its files, if this user
-// has made it, the lock in it is one of ours, and nobody holds that; otherwise 0. It removes
-// nothing but what a file tier makes. Everything is opened relative to what was checked, and no
+// has made it, and the lock in it is one of ours that nobody holds, or it has none yet; otherwise 0.
+// It removes nothing but what a file tier makes. Everything is opened relative to what was checked, and no
 // symbolic link is followed.
 func removeFolder(directory int, name string) (files int, err error) {
 	at, err := unix.Openat(directory, name, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
@@ -130,21 +118,14 @@ func removeFolder(directory int, name string) (files int, err error) {
 	if _, ok := own(at, unix.S_IFDIR); !ok {
 		return 0, nil
 	}
-	l, err := unix.Openat(at, lockName, unix.O_RDWR|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return 0, nil
+	lock, err := takeLock(at)
+	if errors.Is(err, unix.ENOENT) {
+		return removeUnfinished(directory, f, name), nil
 	}
-	lock := os.NewFile(uintptr(l), lockName)
+	if lock == nil || err != nil {
+		return 0, err
+	}
 	defer lock.Close() //nolint:errcheck // it was only read
-	if size, ok := own(l, unix.S_IFREG); !ok || size != int64(len(lockText)) {
-		return 0, nil
-	}
-	if text, err := io.ReadAll(lock); err != nil || string(text) != lockText {
-		return 0, nil
-	}
-	if unix.Flock(l, unix.LOCK_EX|unix.LOCK_NB) != nil {
-		return 0, nil // in use
-	}
 	names, err := f.Readdirnames(-1)
 	if err != nil {
 		return 0, err
@@ -199,6 +180,18 @@ func (f *folder) probe(blockBytes int64) error {
 		err = removed
 	}
 	return err
+}
+
+// free is the number of bytes that this user may still write there.
+func (f *folder) free() (int64, error) {
+	var s unix.Statfs_t
+	if err := unix.Statfs(f.path, &s); err != nil {
+		return 0, err
+	}
+	if s.Bavail > math.MaxInt64/uint64(s.Bsize) {
+		return math.MaxInt64, nil
+	}
+	return int64(s.Bavail) * s.Bsize, nil
 }
 
 // write writes a block under another name first: a file of this name is whole.

@@ -1,6 +1,7 @@
 package offload
 
 import (
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"slices"
@@ -49,10 +50,20 @@ func openPeers(e Env, c Config) (*Medium, error) {
 	if len(p.peers) == 0 {
 		p.peers = all
 	}
+	var memory int64
+	for _, s := range p.peers {
+		u, err := e.Machine.Usage(s)
+		if err != nil {
+			return nil, fmt.Errorf("memory of %v: %w", s, err)
+		}
+		memory += u.Capacity
+	}
+	// The account needs memory for each block, whether there is any for it or not.
+	blocks := int(min(int64(c.GPUBlocks), max(1, memory/e.BlockBytes)))
 	var err error
 	p.cache, err = peercache.New(peercache.Options[kvcache.Key]{
 		Machine: e.Machine, Harvest: e.Harvest, Transfer: e.Transfer, Client: HarvestClient, Reader: e.Space,
-		Name: func(k kvcache.Key) string { return fmt.Sprintf("kv block %x", k[:4]) }, Noun: "kv block",
+		Name: func(k kvcache.Key) string { return "kv block " + hex.EncodeToString(k[:4]) }, Noun: "kv block",
 		Priority: transfer.KVStore, Log: e.Log,
 		Events: peercache.EventListener[kvcache.Key]{
 			Removed: p.removed,
@@ -65,7 +76,7 @@ func openPeers(e Env, c Config) (*Medium, error) {
 		return nil, err
 	}
 	return &Medium{
-		Name: PeerGPU, Blocks: c.GPUBlocks, Memory: p, Budget: p, Store: peerStore{p}, Load: peerLoad{p},
+		Name: PeerGPU, Blocks: blocks, Memory: p, Budget: p, Store: peerStore{p}, Load: peerLoad{p},
 		BytesPerSecond: func() (best float64) {
 			for _, s := range p.peers {
 				best = max(best, e.Transfer.Rate(device.Pair{From: s, To: e.Space}))
@@ -158,27 +169,28 @@ type peerStore struct{ *peerMemory }
 // Start implements Handler: one request for each peer that has room.
 func (h peerStore) Start(job *Job) (Transfer, []int, error) {
 	objects := make([]peercache.Object[kvcache.Key], len(job.Blocks))
+	var parts []device.Region // of all
 	for i := range job.Blocks {
-		o := peercache.Object[kvcache.Key]{Key: job.Blocks[i].Key}
+		from := len(parts)
 		for _, p := range job.Blocks[i].Pieces {
-			o.Parts = append(o.Parts, p.GPU)
+			parts = append(parts, p.GPU)
 		}
-		objects[i] = o
+		objects[i] = peercache.Object[kvcache.Key]{Key: job.Blocks[i].Key, Parts: parts[from:len(parts):len(parts)]}
 	}
 	started, err := h.cache.PutAll(objects, peercache.PutOptions[kvcache.Key]{Peers: h.peers, Behind: job.After})
 	t := &storeTransfer{peerMemory: h.peerMemory, job: job}
-	taken := map[kvcache.Key]bool{}
 	for _, s := range started {
 		t.tickets = append(t.tickets, s.Ticket)
-		for _, k := range s.Keys {
-			taken[k] = true
-		}
 	}
 	var refused []int
 	for i := range job.Blocks {
-		if !taken[job.Blocks[i].Key] {
+		// Each transfer has its keys in the order of the job.
+		n := slices.IndexFunc(started, func(s peercache.Transfer[kvcache.Key]) bool { return len(s.Keys) > 0 && s.Keys[0] == job.Blocks[i].Key })
+		if n < 0 {
 			refused = append(refused, i)
+			continue
 		}
+		started[n].Keys = started[n].Keys[1:]
 	}
 	if len(started) == 0 {
 		return nil, refused, err

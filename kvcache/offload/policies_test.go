@@ -3,6 +3,7 @@ package offload_test
 import (
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/moeserve/moeserve/device/emulated"
@@ -70,10 +71,15 @@ func parse(t *testing.T, extra string) offload.Config {
 	return c
 }
 
+var registerNewest = sync.OnceFunc(func() {
+	tier.RegisterPolicy("newest", func(int) tier.Eviction { return &newest{} })
+})
+
 // TestRegisteredPolicies: what is stored, loaded and evicted is decided by policies that the
 // configuration names.
 func TestRegisteredPolicies(t *testing.T) {
 	p := &chosen{}
+	t.Cleanup(func() { offload.Unregister("chosen") })
 	offload.RegisterStorePolicy("chosen", func(c offload.Config) (offload.StorePolicy, error) {
 		if c.MaxTrackerSize != 7 {
 			t.Errorf("made for %+v", c)
@@ -81,7 +87,7 @@ func TestRegisteredPolicies(t *testing.T) {
 		return p, nil
 	})
 	offload.RegisterLoadPolicy("chosen", func(offload.Config) (offload.LoadPolicy, error) { return p, nil })
-	tier.RegisterPolicy("newest", func(int) tier.Eviction { return &newest{} })
+	registerNewest()
 	r := newRig(t, rigOptions{
 		config:  parse(t, `"num_gpu_blocks": 10, "num_cpu_blocks": 4, "store_policy": "chosen", "load_policy": "chosen", "eviction_policy": "newest", "max_tracker_size": 7`),
 		harvest: peers(),

@@ -121,6 +121,29 @@ func TestSmallTier(t *testing.T) {
 	}
 }
 
+// TestStoresWhileMemoryIsLent: stores hold a quarter of the blocks that are there, not of those that
+// were withdrawn, too, so that three quarters stay for sequences.
+func TestStoresWhileMemoryIsLent(t *testing.T) {
+	r := newRig(t, rigOptions{config: offload.Config{CPUBlocks: 100}, blocks: 64, extents: 5})
+	for _, c := range []struct{ withdrawn, want int }{{0, 16}, {5, 6}, {3, 10}} {
+		for x := range r.blocks.Extents() {
+			switch withdrawn := r.blocks.Extent(x).Withdrawn; {
+			case !withdrawn && x < c.withdrawn:
+				r.blocks.Withdraw(x)
+			case withdrawn && x >= c.withdrawn:
+				r.blocks.Restore(x)
+			}
+		}
+		s := r.sequence(1, fmt.Sprint(c), 24)
+		r.fill(s, 0, 24)
+		r.store(s, 0, 24)
+		s.table.Release(true)
+		if n, _ := r.tiers.Lookup(s.keys, 0, 100); n != c.want {
+			t.Errorf("%d extents withdrawn: %d blocks were stored at a time, want %d", c.withdrawn, n, c.want)
+		}
+	}
+}
+
 // TestFactor: a tier's block of several of the GPU's is stored whole, and a part of it is
 // loaded.
 func TestFactor(t *testing.T) {

@@ -37,6 +37,7 @@ type rigOptions struct {
 	// may use them meanwhile: a negative control.
 	elsewhere bool
 	blocks    int
+	extents   int // of 8 blocks each, which can be withdrawn
 	headBytes int // of a block: 2 layers x 2 x 4 tokens x 1 head x headBytes/4 elements of 4 bytes
 	wall      bool
 	unchecked bool // no check of accesses
@@ -93,7 +94,7 @@ func openRig(t testing.TB, o rigOptions) (*rig, error) {
 	}
 	r.pool, err = kvcache.NewPool(kvcache.PoolOptions{Machine: r.m, Space: space, Shape: shape, Blocks: o.blocks})
 	r.ok(err)
-	r.blocks, err = kvcache.NewManager(kvcache.ManagerOptions{Blocks: o.blocks, BlockTokens: blockTokens})
+	r.blocks, err = kvcache.NewManager(kvcache.ManagerOptions{Blocks: o.blocks, BlockTokens: blockTokens, Extents: o.extents, ExtentBlocks: 8})
 	r.ok(err)
 	r.compute, err = r.m.NewStream(device.HBM(0), device.StreamOptions{Name: "compute"})
 	r.ok(err)

@@ -37,8 +37,7 @@ func (t *Tiers) Store(keys []kvcache.Key, from int, src []int32, why Cause) {
 		return
 	}
 	t.drop()
-	var all []offered
-	var prefix []kvcache.Key
+	all, prefix := make([]offered, 0, len(src)/t.factor), make([]kvcache.Key, 0, len(src)/t.factor)
 	for i := (from + t.factor - 1) / t.factor * t.factor; i+t.factor <= min(from+len(src), len(keys)); i += t.factor {
 		all = append(all, offered{keys[i+t.factor-1], src[i-from : i-from+t.factor]})
 		prefix = append(prefix, keys[i+t.factor-1])
@@ -90,7 +89,7 @@ func (t *Tiers) storeIn(level *level, all []offered, prefix []kvcache.Key, why C
 // startStore starts to store blocks in one tier, and returns those that the account refuses
 // and those for which the medium has no memory. mu is held.
 func (t *Tiers) startStore(level *level, all []offered, prefix []kvcache.Key, why Cause) (refused, again []offered) {
-	room := max(0, t.o.StoreLimit-level.storing) / t.factor
+	room := max(0, t.storeLimit()-level.storing) / t.factor
 	var account tier.Store
 	n, ok := t.fitting(level, all, room), false
 	for ; n > 0; n /= 2 {
@@ -114,23 +113,26 @@ func (t *Tiers) startStore(level *level, all []offered, prefix []kvcache.Key, wh
 		return refused, nil
 	}
 	level.account.Touch(account.Keys) // the end of a prefix is to be evicted before its beginning
-	byKey := map[kvcache.Key][]int32{}
-	for _, o := range all[:n] {
-		byKey[o.key] = o.blocks
-	}
 	blockBytes := t.o.Pool.Shape().BlockBytes()
-	s := &store{level: level, account: account, prefix: prefix}
-	job := &Job{Priority: transfer.KVStore, Label: label{"store", len(account.Keys), level.Name, 0}}
+	s := &store{level: level, account: account, prefix: prefix, blocks: make([][]int32, len(account.Keys))}
+	held := make([]int32, 0, len(account.Keys)*t.factor) // all of s.blocks
+	pieces := make([]Piece, 0, len(account.Keys)*t.factor)
+	job := &Job{Blocks: make([]Block, len(account.Keys)), Priority: transfer.KVStore, Label: label{"store", len(account.Keys), level.Name, 0}}
 	if why == Preempted {
 		job.Priority = transfer.KVLoad // the scheduler waits for the blocks
 	}
+	next := 0 // of all: the account's keys are some of them, in their order
 	for i, k := range account.Keys {
-		b := Block{Key: k, ID: account.IDs[i]}
-		for j, id := range byKey[k] {
-			b.Pieces = append(b.Pieces, Piece{GPU: t.o.Pool.Region(id), Offset: int64(j) * blockBytes})
+		for all[next].key != k {
+			next++
 		}
-		job.Blocks = append(job.Blocks, b)
-		s.blocks = append(s.blocks, slices.Clone(byKey[k]))
+		from := len(held)
+		for j, id := range all[next].blocks {
+			pieces = append(pieces, Piece{GPU: t.o.Pool.Region(id), Offset: int64(j) * blockBytes})
+		}
+		held = append(held, all[next].blocks...)
+		job.Blocks[i] = Block{Key: k, ID: account.IDs[i], Pieces: pieces[from:len(pieces):len(pieces)]}
+		s.blocks[i] = held[from:len(held):len(held)]
 	}
 	run, places, err := t.start(route{GPU, level.Name}, job, s)
 	t.completeStore(level, account, places, false)
@@ -139,7 +141,7 @@ func (t *Tiers) startStore(level *level, all []offered, prefix []kvcache.Key, wh
 		to = &again
 	}
 	for _, i := range places {
-		*to = append(*to, offered{account.Keys[i], byKey[account.Keys[i]]})
+		*to = append(*to, offered{account.Keys[i], s.blocks[i]})
 		s.blocks[i] = nil
 	}
 	if run == nil {
@@ -151,6 +153,14 @@ func (t *Tiers) startStore(level *level, all []offered, prefix []kvcache.Key, wh
 		level.storing += len(blocks)
 	}
 	return refused, again
+}
+
+// storeLimit is the number of the GPU's blocks that the stores of one tier may hold. mu is held.
+func (t *Tiers) storeLimit() int {
+	if t.o.StoreLimit > 0 {
+		return t.o.StoreLimit
+	}
+	return max(t.o.Blocks.Present()/4, t.factor)
 }
 
 // lru reports whether tiers evict what was used longest ago, whatever else.

@@ -33,8 +33,8 @@ type Options struct {
 	// after four times of which to that of on-demand fetches. Default: 100 ms.
 	Patience time.Duration
 	// StoreLimit is the number of the GPU's blocks that the stores of one tier hold at a time;
-	// what is offered beyond is not stored there. Default: a quarter of the pool, at least one
-	// tier block.
+	// what is offered beyond is not stored there. Default: a quarter of the pool's blocks that are
+	// not withdrawn, at least one tier block.
 	StoreLimit int
 	// Events keeps what is stored and removed for TakeEvents, which must then be called.
 	Events bool
@@ -142,9 +142,6 @@ func (t *Tiers) open() (err error) {
 	c := t.o.Config
 	if t.factor, err = c.factor(t.o.Blocks.BlockTokens()); err != nil {
 		return err
-	}
-	if t.o.StoreLimit == 0 {
-		t.o.StoreLimit = max(t.o.Blocks.Blocks()/4, t.factor)
 	}
 	spec, err := newSpec(c)
 	if err != nil {

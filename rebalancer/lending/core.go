@@ -43,8 +43,8 @@ type View struct {
 	// used by no sequence.
 	Reuse         kvcache.Reuse
 	Present, Free int
-	// Lacking is how many blocks the first waiting request needs, if it waits for them, else 0.
-	// Running is the number of running sequences.
+	// Lacking is how many blocks must be free for the first waiting request, if it waits for that,
+	// else 0. Running is the number of running sequences.
 	Lacking, Running int
 	// BlockSeconds is what one block saves when it is found; 0: unknown.
 	BlockSeconds float64

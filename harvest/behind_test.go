@@ -1,0 +1,73 @@
+package harvest
+
+import (
+	"math/rand/v2"
+	"slices"
+	"testing"
+
+	"github.com/moeserve/moeserve/device"
+)
+
+// TestBehind: one of many objects that are allocated in a row, each behind the one before, lies where it
+// would if all slabs were looked at for each.
+func TestBehind(t *testing.T) {
+	for _, policy := range []Policy{BestFit{}, Locality{}, Interference{}, Stability{}} {
+		behind := 0
+		for seed := range uint64(50) {
+			rng := rand.New(rand.NewPCG(seed, 1))
+			open := func() *market { return newMarket(t.Fatalf, Options{Policy: policy, HeadroomBytes: -1}) }
+			m, all := open(), open()
+			var handles, others []*Handle
+			alloc := func(m *market, bytes int64, after *Handle) *Handle {
+				req, err := m.c.request(bytes, Hints{Client: "kv", After: after}, 0)
+				if err != nil {
+					t.Fatal(err)
+				}
+				to, err := m.c.choose(req)
+				if err != nil {
+					return nil
+				}
+				if to.slab == nil {
+					to.slab = m.c.slabAllocated(to, device.Region{Space: to.peer.space, Range: device.Range{Addr: 1 << 20, Bytes: to.bytes}})
+				}
+				h := m.c.grant(to.slab, to.off, bytes, req, &m.clock)
+				m.takeActions()
+				return h
+			}
+			for range 40 {
+				bytes := int64(256 * (1 + rng.IntN(3)))
+				var after, otherAfter *Handle
+				for range rng.IntN(12) {
+					if after != nil && after == m.c.latest {
+						behind++
+					}
+					all.c.latest = nil // it looks at all slabs
+					h, other := alloc(m, bytes, after), alloc(all, bytes, otherAfter)
+					if (h == nil) != (other == nil) {
+						t.Fatalf("%s, seed %d: there is room for one of %v and %v", policy.Name(), seed, h, other)
+					}
+					if h == nil {
+						break
+					}
+					if a, b := h.account, other.account; a.slab.id != b.slab.id || a.offset != b.offset {
+						t.Fatalf("%s, seed %d: behind slab %d, %d: slab %d at %d, want %d at %d", policy.Name(), seed, after.account.slab.id, after.account.offset, a.slab.id, a.offset, b.slab.id, b.offset)
+					}
+					handles, others = append(handles, h), append(others, other)
+					after, otherAfter = h, other
+				}
+				for range rng.IntN(10) {
+					if len(handles) == 0 {
+						break
+					}
+					i := rng.IntN(len(handles))
+					m.free(handles[i])
+					all.free(others[i])
+					handles, others = slices.Delete(handles, i, i+1), slices.Delete(others, i, i+1)
+				}
+			}
+		}
+		if behind < 1000 {
+			t.Errorf("%s: only %d objects followed another one", policy.Name(), behind)
+		}
+	}
+}
