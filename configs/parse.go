@@ -44,6 +44,50 @@ func (d Device) ParsePeers() (PeerChoice, error) {
 	return c, nil
 }
 
+// HostPathChoice is what the setting host-paths asks for.
+type HostPathChoice struct {
+	// Auto leaves it to the calibration.
+	Auto bool
+	// Paths is their number, the computing GPU's own link among them. Relays are the GPUs named, by the
+	// driver's numbers; none where only the number is given.
+	Paths  int
+	Relays []int
+}
+
+// ParseHostPaths reads the setting host-paths. Errors are *SettingError.
+func (d Device) ParseHostPaths() (HostPathChoice, error) {
+	bad := func(format string, args ...any) (HostPathChoice, error) {
+		return HostPathChoice{}, &SettingError{Key: "host-paths", Value: d.HostPaths, Want: fmt.Sprintf(format, args...)}
+	}
+	if d.HostPaths == "auto" {
+		return HostPathChoice{Auto: true}, nil
+	}
+	const want = "must be auto, a number of paths from 1, or comma-separated indices of GPUs, a single one as 1,"
+	list, single := strings.CutSuffix(d.HostPaths, ",")
+	if !strings.Contains(d.HostPaths, ",") {
+		n, err := strconv.ParseUint(d.HostPaths, 10, 10)
+		if err != nil || n == 0 {
+			return bad(want)
+		}
+		return HostPathChoice{Paths: int(n)}, nil
+	}
+	c := HostPathChoice{}
+	for f := range strings.SplitSeq(list, ",") {
+		n, err := strconv.ParseUint(strings.TrimSpace(f), 10, 16)
+		switch {
+		case err != nil || single && strings.Contains(list, ","):
+			return bad(want)
+		case slices.Contains(c.Relays, int(n)):
+			return bad("names GPU %d twice", n)
+		case int(n) == d.GPU:
+			return bad("names the GPU that computes, %d, whose own link is always used; name others", n)
+		}
+		c.Relays = append(c.Relays, int(n))
+	}
+	c.Paths = 1 + len(c.Relays)
+	return c, nil
+}
+
 // Headroom of a peer: Bytes, or a Share (0 to 1) of its memory where Bytes is 0.
 type Headroom struct {
 	Bytes int64
@@ -367,6 +411,9 @@ func (m Model) ParseRouting() (float64, error) {
 // validatePeers checks the settings about peers, and about where experts live.
 func (s Settings) validatePeers() error {
 	peers, err := s.Device.ParsePeers()
+	if err == nil {
+		_, err = s.Device.ParseHostPaths()
+	}
 	if err == nil {
 		_, err = s.Harvest.ParseHeadroom()
 	}

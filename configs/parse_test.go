@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -25,6 +26,9 @@ func TestPeerSettings(t *testing.T) {
 		}
 		room, err := s.Harvest.ParseHeadroom()
 		if err != nil {
+			return err.Error()
+		}
+		if _, err := s.Device.ParseHostPaths(); err != nil {
 			return err.Error()
 		}
 		rate, err := s.Harvest.ParseMigrationLimit()
@@ -53,6 +57,14 @@ func TestPeerSettings(t *testing.T) {
 		{"peers", "", `peers is "": must be auto`},
 		{"peers", "-1", `peers is "-1": must be auto`},
 		{"peers", "2,1,2", "names GPU 2 twice"},
+		{"host-paths", "", `host-paths is "": must be auto, a number of paths from 1, or comma-separated indices of GPUs, a single one as 1,`},
+		{"host-paths", "0", "must be auto, a number"},
+		{"host-paths", "-1", "must be auto, a number"},
+		{"host-paths", ",", "must be auto, a number"},
+		{"host-paths", "1,2,", "must be auto, a number"},
+		{"host-paths", "one", "must be auto, a number"},
+		{"host-paths", "2,3,2", "names GPU 2 twice"},
+		{"host-paths", "1,0", "names the GPU that computes, 0, whose own link is always used"},
 		{"harvest-headroom", "4GiB", auto + " {Bytes:4294967296 Share:0} 0 " + trace},
 		{"harvest-headroom", "4G", auto + " {Bytes:4294967296 Share:0} 0 " + trace},
 		{"harvest-headroom", "4gb", auto + " {Bytes:4000000000 Share:0} 0 " + trace},
@@ -153,6 +165,20 @@ func TestHarvestClients(t *testing.T) {
 		s.Harvest.Policy, s.Harvest.Clients, s.Harvest.EvacuateAt = c.policy, c.clients, c.evacuate
 		if err := s.Validate(); c.want == "" && err != nil || c.want != "" && (err == nil || !strings.Contains(err.Error(), c.want)) {
 			t.Errorf("%+v: %v", c, err)
+		}
+	}
+}
+
+func TestHostPaths(t *testing.T) {
+	for text, want := range map[string]HostPathChoice{
+		"auto": {Auto: true}, "1": {Paths: 1}, "4": {Paths: 4}, "2,": {Paths: 2, Relays: []int{2}}, "3, 1": {Paths: 3, Relays: []int{3, 1}},
+	} {
+		s := Defaults()
+		if err := s.Put(map[string]any{"host-paths": text}); err != nil {
+			t.Error(err)
+		}
+		if got, err := s.Device.ParseHostPaths(); err != nil || !reflect.DeepEqual(got, want) {
+			t.Errorf("%s: %+v, %v, want %+v", text, got, err, want)
 		}
 	}
 }

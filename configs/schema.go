@@ -68,12 +68,13 @@ func (k Key) Variable() string {
 // and of these those that say what is offloaded, that take requests as they come, that decide how
 // many of them run, that have a result, sample tokens, generate for a person, hold conversations, serve, or measure a batch.
 var (
-	onDevice   = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "bench kv", "bench prefix", "bench fairness", "config"}
-	onModel    = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench prefix", "bench fairness", "config"}
-	onOffload  = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench prefix", "bench fairness", "config"}
+	onDevice   = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "bench multipath", "bench kv", "bench prefix", "bench fairness", "bench sleep", "config"}
+	onSleep    = []string{"serve", "bench sleep", "config"}
+	onModel    = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench prefix", "bench fairness", "bench sleep", "config"}
+	onOffload  = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench prefix", "bench fairness", "bench sleep", "config"}
 	onRequest  = []string{"run", "chat", "serve", "inspect", "plan", "bench prefix", "config"}
-	onSeqs     = []string{"run", "chat", "serve", "inspect", "plan", "bench prefix", "bench fairness", "config"}
-	onResult   = []string{"run", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "bench kv", "bench prefix", "bench fairness", "config"}
+	onSeqs     = []string{"run", "chat", "serve", "inspect", "plan", "bench prefix", "bench fairness", "bench sleep", "config"}
+	onResult   = []string{"run", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "bench multipath", "bench kv", "bench prefix", "bench fairness", "bench sleep", "config"}
 	onSample   = []string{"run", "chat", "bench throughput", "bench sweep", "config"}
 	onGenerate = []string{"run", "chat", "config"}
 	onChat     = []string{"run", "chat", "serve", "config"}
@@ -118,6 +119,10 @@ var Schema = []Key{
 		Help: "comma-separated indices of other GPUs whose spare memory may be borrowed; auto: all emulated GPUs, and no real one",
 	},
 	{
+		Name: "host-paths", Kind: String, Default: "auto", Placeholder: "auto|N|LIST", Commands: onModel,
+		Help: "PCIe links for copies from and to host memory: N: the GPU's own and those of N - 1 relays; comma-separated indices (a single one as 1,): these GPUs are relays; auto: relays of a calibrated --hardware file that pay",
+	},
+	{
 		Name: "host-memory-gib", Kind: Float, Default: 0.0, Unit: "GiB", Max: 1 << 20, Rare: true, Commands: onDevice,
 		Help: "total host memory, for VMs with memory ballooning; 0: what the system reports",
 	},
@@ -128,6 +133,10 @@ var Schema = []Key{
 	{
 		Name: "gpu-memory-utilization", Kind: Float, Default: 0.9, Min: 0.01, Max: 1, Commands: onModel,
 		Help: "fraction of the GPU's memory that may be used (0.9 or 90%)",
+	},
+	{
+		Name: "sleep-memory", Kind: String, Default: KeptSleepMemory, Allowed: []string{KeptSleepMemory, ReservedSleepMemory, ReleasedSleepMemory}, Rare: true, Commands: onSleep,
+		Help: "pinned host memory for the weights of a sleeping model: allocated by the first sleep and kept, allocated at the start, or released by each wake",
 	},
 	{
 		Name: "offload-fraction", Kind: Float, Default: 0.0, Max: 1, Commands: onOffload,
@@ -360,6 +369,10 @@ var Schema = []Key{
 	{
 		Name: "drain-timeout", Kind: Int, Default: 30, Unit: "seconds", Max: 1 << 20, Rare: true, Commands: onServe,
 		Help: "maximum time that running requests get to finish at shutdown",
+	},
+	{
+		Name: "turn-time", Kind: Float, Default: 10.0, Unit: "seconds", Min: 0.001, Max: 1 << 20, Rare: true, Commands: onServe,
+		Help: "of several models: how long one with requests stays awake at least while requests wait for another, and then at most for those that run",
 	},
 	{
 		Name: "max-connections", Kind: Int, Default: 0, Unit: "connections", Max: 1 << 20, Rare: true, Commands: onServe,

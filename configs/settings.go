@@ -40,10 +40,21 @@ type Device struct {
 	Kind                 DeviceKind `mapstructure:"device"`
 	GPU                  int        `mapstructure:"gpu"`
 	Peers                string     `mapstructure:"peers"`
+	HostPaths            string     `mapstructure:"host-paths"`
 	HostMemoryGiB        float64    `mapstructure:"host-memory-gib"`
 	Emulate              string     `mapstructure:"emulate"`
 	GPUMemoryUtilization float64    `mapstructure:"gpu-memory-utilization"`
+	// SleepMemory is KeptSleepMemory, ReservedSleepMemory or ReleasedSleepMemory.
+	SleepMemory string `mapstructure:"sleep-memory"`
 }
+
+// The values of Device.SleepMemory: the host's memory for the weights of a sleeping model is
+// allocated by the first sleep and kept, allocated at the start, or released by each wake.
+const (
+	KeptSleepMemory     = "keep"
+	ReservedSleepMemory = "start"
+	ReleasedSleepMemory = "release"
+)
 
 // Offload says which experts do not live on the compute device, and where they do.
 type Offload struct {
@@ -145,9 +156,11 @@ type Serve struct {
 	RequestTimeout           int    `mapstructure:"request-timeout"`
 	DrainTimeout             int    `mapstructure:"drain-timeout"`
 	AdminAddress             string `mapstructure:"admin-address"`
-	MaxConnections           int    `mapstructure:"max-connections"`
-	SSLCertfile              string `mapstructure:"ssl-certfile"`
-	SSLKeyfile               string `mapstructure:"ssl-keyfile"`
+	// TurnTime is in seconds.
+	TurnTime       float64 `mapstructure:"turn-time"`
+	MaxConnections int     `mapstructure:"max-connections"`
+	SSLCertfile    string  `mapstructure:"ssl-certfile"`
+	SSLKeyfile     string  `mapstructure:"ssl-keyfile"`
 }
 
 // Bench says what a benchmark runs.

@@ -1,10 +1,15 @@
 package planner
 
-import "testing"
+import (
+	"testing"
+
+	"github.com/moeserve/moeserve/tools/racedetector"
+)
 
 // TestSearchCost: no search for a preset of a model and of hardware, with or without bounds,
 // evaluates the cost model more often than the limit: 75 ms at half a microsecond each.
 func TestSearchCost(t *testing.T) {
+	racedetector.SkipSequential(t)
 	const limit = 150_000
 	peak := 0
 	for _, hardware := range hardwareNames {

@@ -68,6 +68,10 @@ type Hardware struct {
 	PeerLoadKernelBlocks  int `json:"peer_load_kernel_thread_blocks,omitempty"`
 	PeerStoreKernelBlocks int `json:"peer_store_kernel_thread_blocks,omitempty"`
 
+	// Multipath says how copies from and to the host use the links of several GPUs; nil: that was not
+	// calibrated. HostToGPU has a rate for each number of its relays.
+	Multipath *configs.Multipath `json:"multipath,omitempty"`
+
 	// Sources has, by a field's key, where its number is from.
 	Sources map[string]string `json:"sources,omitempty"`
 }
@@ -77,7 +81,7 @@ var hardwareFields = []struct {
 	key, unit string
 	// optional figures may be missing or 0.
 	optional bool
-	// value is nil of what is a list.
+	// value is nil of what is a list or an object.
 	value func(*Hardware) float64
 }{
 	{"gpu_memory_bytes", "bytes", false, func(h *Hardware) float64 { return float64(h.GPUMemory) }},
@@ -102,6 +106,7 @@ var hardwareFields = []struct {
 	{"host_store_kernel_thread_blocks", "thread blocks", true, func(h *Hardware) float64 { return float64(h.HostStoreKernelBlocks) }},
 	{"peer_load_kernel_thread_blocks", "thread blocks", true, func(h *Hardware) float64 { return float64(h.PeerLoadKernelBlocks) }},
 	{"peer_store_kernel_thread_blocks", "thread blocks", true, func(h *Hardware) float64 { return float64(h.PeerStoreKernelBlocks) }},
+	{"multipath", "an object", true, nil},
 }
 
 // HardwareFields lists the keys of the figures of a machine.
@@ -185,6 +190,9 @@ func ParseHardware(data []byte) (Hardware, error) {
 			given[key] = wholeNumber(value)
 		}
 	}
+	if err := readMultipath(given, &h); err != nil {
+		return Hardware{}, err
+	}
 	figures, err := json.Marshal(given)
 	if err != nil {
 		return Hardware{}, fmt.Errorf("planner: read hardware: %w", err)
@@ -197,7 +205,14 @@ func ParseHardware(data []byte) (Hardware, error) {
 			return Hardware{}, err
 		}
 	}
-	return h, h.Validate()
+	if err := h.Validate(); err != nil {
+		return h, err
+	}
+	// A problem over fewer paths may have fewer rates.
+	if m := h.Multipath; m != nil && len(h.HostToGPU) < len(m.Relays)+1 {
+		return h, fmt.Errorf("planner: hardware %q: host_to_gpu_bytes_per_s is %v, it must be %d rates or more: with 0 to %d relays of multipath", h.Name, h.HostToGPU, len(m.Relays)+1, len(m.Relays))
+	}
+	return h, nil
 }
 
 // wholeNumber writes a whole number with an exponent (24e9) without one, as JSON's reader
@@ -221,6 +236,22 @@ func readKey(given map[string]json.RawMessage, key string, to any) error {
 	}
 	if err := json.Unmarshal(text, to); err != nil {
 		return fmt.Errorf("planner: read hardware: %s: %w", key, err)
+	}
+	return nil
+}
+
+// readMultipath reads the object multipath.
+func readMultipath(given map[string]json.RawMessage, h *Hardware) error {
+	text, ok := given["multipath"]
+	if !ok {
+		return nil
+	}
+	delete(given, "multipath")
+	d := json.NewDecoder(bytes.NewReader(text))
+	d.DisallowUnknownFields()
+	h.Multipath = &configs.Multipath{}
+	if err := d.Decode(h.Multipath); err != nil {
+		return fmt.Errorf("planner: read hardware: multipath: %w", err)
 	}
 	return nil
 }
@@ -310,6 +341,11 @@ func (h Hardware) Validate() error {
 	}
 	if len(h.HostToGPU) > 1 && h.PeerToGPU == 0 {
 		bad("peer_to_gpu_bytes_per_s", 0, "above 0 where there are several paths from the host")
+	}
+	if h.Multipath != nil {
+		if err := h.Multipath.Validate(); err != nil {
+			wrong = append(wrong, err.Error())
+		}
 	}
 	if len(wrong) > 0 {
 		return fmt.Errorf("planner: hardware %q: %s", h.Name, strings.Join(wrong, "; "))

@@ -104,6 +104,14 @@ func TestParseHardwareRefuses(t *testing.T) {
 		`{"base": "h200", "gpu_flop_per_s": -1}`:            {`hardware "h200 with changes": gpu_flop_per_s is -1, it must be above 0`},
 		`{"base": "l4", "peer_memory_bytes": 24e9}`:         {"peer_to_gpu_bytes_per_s is 0, it must be above 0 where there is peer memory"},
 		`{"name": "x", "gpu_flop_per_s": null}`:             {"gpu_flop_per_s (flop/s)"},
+		`{"base": "h200", "multipath": {"gpus": 1}}`:        {`read hardware: multipath: json: unknown field "gpus"`},
+		`{"base": "h200", "multipath": {"gpu": 1, "relays": [0, 2, 1, 2], "gpu_to_host_bytes_per_s": [2, 1]}}`: {
+			"multipath: relays has 1, the GPU that was measured; relays has 2 twice; gpu_to_host_bytes_per_s has 2 rates, it must have one for each of 0 to 4 relays; gpu_to_host_bytes_per_s is [2 1], it must be above 0 and ascending",
+			"chunk_in_bytes is 0, it must be at least 1; chunk_out_bytes", "depth is 0, it must be at least 1",
+		},
+		`{"base": "h200", "multipath": {"relays": [3, 1], "gpu_to_host_bytes_per_s": [1, 1, 1], "chunk_in_bytes": 1, "chunk_out_bytes": 1, "depth": 1}}`: {
+			"host_to_gpu_bytes_per_s is [5.53e+10 1.03e+11], it must be 3 rates or more: with 0 to 2 relays of multipath",
+		},
 	} {
 		_, err := ParseHardware([]byte(text))
 		if err == nil {
@@ -140,6 +148,33 @@ func TestParseHardwareBase(t *testing.T) {
 	}
 	if h, err := ParseHardware([]byte(`{"base": "h200"}`)); err != nil || h.Name != "h200 with changes" || h.GPUFlops != h200(t).GPUFlops {
 		t.Errorf("%+v, %v", h, err)
+	}
+	data, err := json.Marshal(h)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if again, err := ParseHardware(data); err != nil || !reflect.DeepEqual(again, h) {
+		t.Errorf("written and read: %+v, %v", again, err)
+	}
+}
+
+// The section of multipath copies is read and written.
+func TestParseMultipath(t *testing.T) {
+	h, err := ParseHardware([]byte(`{
+		"base": "h200", "multipath": {
+			"gpu": 0, "relays": [1], "gpu_to_host_bytes_per_s": [54.1e9, 100e9], "chunk_in_bytes": 2810000, "chunk_out_bytes": 5370000,
+			"threshold_in_bytes": 11300000, "threshold_out_bytes": 13000000, "depth": 2, "shared_roots": [[0, 4]]
+		}
+	}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := configs.Multipath{
+		Relays: []int{1}, GPUToHost: []float64{54.1e9, 100e9}, ChunkIn: 2810000, ChunkOut: 5370000,
+		ThresholdIn: 11300000, ThresholdOut: 13000000, Depth: 2, SharedRoots: [][]int{{0, 4}},
+	}
+	if !reflect.DeepEqual(*h.Multipath, want) || h.Sources["multipath"] != "given" {
+		t.Errorf("%+v, %q", *h.Multipath, h.Sources["multipath"])
 	}
 	data, err := json.Marshal(h)
 	if err != nil {

@@ -11,11 +11,13 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // For each preset of a model and of hardware there is a policy, it fits, and it is found
 // again.
 func TestSearch(t *testing.T) {
+	racedetector.SkipSequential(t)
 	for _, hardware := range hardwareNames {
 		for _, model := range modelNames {
 			p := problem(t, model, hardware)
@@ -210,6 +212,7 @@ func TestSearchAgainstBruteForce(t *testing.T) {
 
 // Narrowing the grid of batches finds what a fine scan of them finds.
 func TestSearchNarrows(t *testing.T) {
+	racedetector.SkipSequential(t)
 	for _, c := range [][2]string{{"mixtral-8x7b", "l4"}, {"qwen2-57b-a14b", "a100-80"}, {"phi-3.5-moe", "h100-80"}, {"qwen1.5-moe-a2.7b", "t4"}} {
 		p := problem(t, c[0], c[1])
 		r, err := p.Search(Choices{Slack: -1})
