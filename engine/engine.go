@@ -207,6 +207,8 @@ type State struct {
 	// ExternalQueries are those of the queries that were not found, and looked up in other
 	// tiers, and ExternalHits those loaded.
 	ExternalQueries, ExternalHits int64
+	// Paused: no step runs, and requests wait, see Engine.Pause.
+	Paused bool
 	// Failing is why the present step fails, where it has been retried for longer than a
 	// second.
 	Failing error
@@ -220,8 +222,8 @@ type Engine struct {
 	sched    *scheduler.Scheduler
 	seqs     map[scheduler.ID]*sequence
 	next     scheduler.ID
-	// running is held by the active call of Run or Generate, and then by Close.
-	running sync.Mutex
+	// running is held by the active call of Run or Generate, and then by Close; else by a Pause.
+	running turnstile
 	// batch is the present step's.
 	batch batch
 	// updates are those that no job has received yet.
@@ -238,6 +240,7 @@ type Engine struct {
 	// reset drops cached prefixes; resetExternal those of other tiers, too.
 	reset, resetExternal bool
 	stopped              bool
+	pausing              *pausing // nil: no pause was asked for
 	state                State
 }
 
@@ -299,6 +302,7 @@ func New(o Options) (*Engine, error) {
 		o:            o,
 		prefixes:     newPrefixes(&o),
 		seqs:         map[scheduler.ID]*sequence{},
+		running:      make(turnstile, 1),
 		wake:         make(chan struct{}, 1),
 		deliveryDone: make(chan struct{}),
 		sched:        scheduler.New(scheduler.Limits{StepTokens: o.MaxNumBatchedTokens, Sequences: o.MaxNumSeqs, CacheTokens: o.KV.Capacity()}, o.Scheduling),
@@ -420,7 +424,8 @@ func (e *Engine) admissible(r Request) (*submission, error) {
 }
 
 // Close rejects new requests and waits until an active Run or Generate has finished those
-// submitted before. Requests that no call runs end with FinishAbort.
+// submitted before. Requests that no call runs, or that wait for the end of a pause, end with
+// FinishAbort.
 func (e *Engine) Close() error {
 	e.mu.Lock()
 	e.stopped = true
@@ -453,8 +458,12 @@ func (e *Engine) Run(ctx context.Context) error {
 		}
 		e.mu.Lock()
 		idle := e.stopped && len(e.inbox) == 0 && len(e.seqs) == 0
+		never := e.stopped && e.state.Paused
 		e.mu.Unlock()
-		if idle {
+		if never {
+			e.abortAll(nil)
+		}
+		if idle || never {
 			return nil
 		}
 		if err := e.idle(ctx); err != nil {
@@ -467,7 +476,7 @@ func (e *Engine) Run(ctx context.Context) error {
 // idle waits until there may be something to compute, or ctx is done, or a transfer of KV blocks
 // has ended: sequences may wait for its blocks, and it holds them.
 func (e *Engine) idle(ctx context.Context) error {
-	if e.prefixes.tiers == nil || len(e.seqs) == 0 && !e.prefixes.tiers.Busy() {
+	if e.prefixes.tiers == nil || (len(e.seqs) == 0 || e.paused()) && !e.prefixes.tiers.Busy() {
 		select {
 		case <-e.wake:
 		case <-ctx.Done():
@@ -540,7 +549,12 @@ func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func
 			return nil, fmt.Errorf("engine: %w", err)
 		}
 		worked, err := e.runStep(ctx)
-		if err == nil && !worked && len(e.seqs) > 0 && e.prefixes.tiers != nil {
+		switch {
+		case err != nil || worked:
+		case e.asked():
+			e.deliver()
+			err = e.idle(ctx)
+		case len(e.seqs) > 0 && e.prefixes.tiers != nil:
 			err = e.prefixes.wait(ctx)
 		}
 		if err != nil {
@@ -576,6 +590,9 @@ func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func
 func (e *Engine) runStep(ctx context.Context) (worked bool, err error) {
 	e.takeIn()
 	e.takeLoaded()
+	if e.hold() {
+		return false, nil
+	}
 	if e.o.Lender != nil {
 		e.o.Lender.Turn(e.sched.Lacking(), e.sched.Running())
 	}
@@ -616,6 +633,7 @@ func (e *Engine) runStep(ctx context.Context) (worked bool, err error) {
 func (e *Engine) takeIn() {
 	e.mu.Lock()
 	subs, canceled, reset, external := e.inbox, e.canceled, e.reset, e.resetExternal
+	e.state.Waiting += e.inboxSamples // until publish counts them: State must not miss them meanwhile
 	e.inbox, e.inboxSamples, e.canceled, e.reset, e.resetExternal = nil, 0, false, false, false
 	e.mu.Unlock()
 	if reset {

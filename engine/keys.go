@@ -3,6 +3,7 @@ package engine
 import (
 	"slices"
 	"sync"
+	"unsafe"
 
 	"github.com/moeserve/moeserve/kvcache"
 )
@@ -57,16 +58,22 @@ func (p *promptKeys) begin(keys []kvcache.Key, root kvcache.Key, tokens []int32)
 // same is the number of blocks with which the prompt and others' tokens begin alike, if they are more
 // than so many.
 func (h *hashedPrompt) same(root kvcache.Key, tokens []int32, than, size int) (n int) {
-	equal := func(i int) bool {
-		return (i+1)*size <= len(tokens) && slices.Equal(tokens[i*size:(i+1)*size], h.tokens[i*size:(i+1)*size])
-	}
-	if len(h.keys) <= than || !equal(than) || h.root != root {
+	most := min(len(h.keys), len(tokens)/size)
+	if most <= than || !equalIDs(tokens[than*size:(than+1)*size], h.tokens[than*size:(than+1)*size]) || h.root != root {
 		return 0 // most are told apart here
 	}
-	for n < len(h.keys) && equal(n) {
-		n++
+	for step := most; step > 0; step /= 2 { // all of them, if they are equal
+		for n+step <= most && equalIDs(tokens[n*size:(n+step)*size], h.tokens[n*size:(n+step)*size]) {
+			n += step
+		}
 	}
 	return n
+}
+
+// equalIDs reports whether two slices of one length are equal, as slices.Equal does, but many at a time.
+func equalIDs(a, b []int32) bool {
+	text := func(v []int32) string { return unsafe.String((*byte)(unsafe.Pointer(unsafe.SliceData(v))), 4*len(v)) }
+	return text(a) == text(b)
 }
 
 // add keeps a prompt with the keys of its full blocks, of which begin has returned so many. It takes

@@ -170,7 +170,8 @@ func TestTiersOfDevices(t *testing.T) {
 			}
 			s := e.State()
 			t.Logf("%+v, tiers %+v", s, tiers.Stats())
-			if s.Preemptions == 0 || s.ExternalHits == 0 {
+			// By a wall clock it may be faster to compute everything.
+			if s.Preemptions == 0 || s.ExternalHits == 0 && !c.run {
 				t.Errorf("%+v: too little has happened", s)
 			}
 			ok(tiers.Close())

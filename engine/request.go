@@ -30,6 +30,8 @@ var (
 	ErrQueueFull = errors.New("too many requests are waiting")
 	// ErrStopped: the engine accepts no more requests.
 	ErrStopped = errors.New("the engine is stopping")
+	// ErrPaused: Pause has ended the request.
+	ErrPaused = errors.New("the model was put to sleep before the request had finished")
 	// ErrNoToken: every logit of the next token is NaN or -Inf. The request fails alone.
 	ErrNoToken = errors.New("no token can be sampled: the model computes no numbers for this sequence, or every token is banned")
 	// ErrUnavailable: copies failed until Options.RetryTimeout ended. Later requests may

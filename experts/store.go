@@ -144,10 +144,7 @@ func (s *Store) allocate() (err error) {
 	s.tables.open(p)
 	s.steps = newSteps(&s.mu, p, s.places, s.fetch, s.tables, &s.counts, s.o)
 	s.tables.address = s.steps.address
-	s.loader, err = load.New(load.Options{
-		Machine: m, Transfer: s.o.Transfer, Packer: s.o.Backend, Layout: p.Layout,
-		Layers: p.Layers, Experts: p.Experts, StagingBytes: p.StagingBytes,
-	}, s.places.loadTarget)
+	s.loader, err = s.newLoader()
 	return err
 }
 

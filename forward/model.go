@@ -97,6 +97,16 @@ func (m *Model) Constants(put func(dst device.Range, data []byte) error) error {
 	return nil
 }
 
+// Lasting are the parts of the workspace whose content matters beyond a step: those of Constants.
+func (m *Model) Lasting() (parts []device.Range) {
+	for _, t := range []kernels.Tensor{m.ws.counts, m.ws.rope} {
+		if t.Bytes() > 0 {
+			parts = append(parts, t.Range())
+		}
+	}
+	return parts
+}
+
 // Counts is the number of tokens routed to each expert since Constants were written: [layers,
 // E] I64, zero in dense layers.
 func (m *Model) Counts() kernels.Tensor { return m.ws.counts }

@@ -140,11 +140,13 @@ func (g *graphs) capture(enqueue func() error) {
 	}
 }
 
-// close releases all graphs.
+// close releases all graphs. Later steps are captured anew.
 func (g *graphs) close() error {
 	var errs []error
 	for _, h := range g.kept {
 		errs = append(errs, h.graph.Close())
 	}
+	g.kept, g.current, g.previous = nil, g.current[:0], g.previous[:0]
+	g.numKept.Store(0)
 	return errors.Join(errs...)
 }

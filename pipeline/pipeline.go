@@ -368,6 +368,16 @@ func (p *Pipeline) recover(ctx context.Context, cause error) error {
 	return cause
 }
 
+// Suspend releases what the pipeline has on the device beside its memory (captured graphs), and
+// returns that memory, for its user to suspend and to resume before the next step. No step may be
+// running.
+func (p *Pipeline) Suspend() (device.Memory, error) {
+	if err := p.graphs.close(); err != nil {
+		return nil, fmt.Errorf("pipeline: suspend: %w", err)
+	}
+	return p.metadata.device, nil
+}
+
 // Close releases streams, graphs and buffers. No step may be running.
 func (p *Pipeline) Close() error {
 	errs := []error{p.graphs.close()}

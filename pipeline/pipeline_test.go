@@ -24,6 +24,7 @@ import (
 	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/models/safetensors"
 	"github.com/moeserve/moeserve/tools/fixtures"
+	"github.com/moeserve/moeserve/tools/racedetector"
 	"github.com/moeserve/moeserve/transfer"
 )
 
@@ -294,7 +295,7 @@ func machines(t *testing.T) []emulated.Options {
 	for seed := range uint64(3) {
 		all = append(all, emulated.Options{Virtual: true, Check: true, Schedule: emulated.Random, Seed: seed})
 	}
-	if testing.Short() {
+	if testing.Short() || racedetector.Enabled {
 		return all[:3]
 	}
 	return all

@@ -39,6 +39,9 @@ type Blocks interface {
 	Missing(tokens int) int
 	// MayReserve is false where CanReserve is certainly false after a Match, at no cost.
 	MayReserve(tokens, leave int) bool
+	// Lacks is how many blocks must be free for CanReserve to be true after a Match; 0: as many
+	// are.
+	Lacks(tokens, leave int) int
 	// CanReserve reports whether Reserve would succeed, and leave so many blocks free.
 	CanReserve(tokens, leave int) bool
 	// WillReserve is CanReserve, if copies under way, which hold free blocks, had ended.
@@ -100,6 +103,8 @@ type Scheduler struct {
 	last        ID      // latest added
 	floor       int64   // rank at which sequences start under Fair; never decreases
 	chunks      []Chunk // buffer of Plan.Chunks
+	// held: no waiting sequence is admitted.
+	held bool
 }
 
 // sequence is one sequence's state.
@@ -205,6 +210,19 @@ func (s *Scheduler) Restart(id ID) {
 	}
 	s.running[i].computed = 0
 	s.running[i].blocks.SetFilled(0)
+}
+
+// HoldAdmission has Plan admit no waiting sequence while it is set.
+func (s *Scheduler) HoldAdmission(held bool) { s.held = held }
+
+// PreemptAll preempts all running sequences, for which HoldAdmission is set, or the next Plan would admit
+// them again. Loading ones stay.
+func (s *Scheduler) PreemptAll() (preempted []ID) {
+	st := step{Scheduler: s}
+	for len(s.running) > 0 {
+		st.preempt(s.running[len(s.running)-1])
+	}
+	return st.Preempted
 }
 
 // Running is the number of running sequences.
@@ -469,7 +487,7 @@ func (s *Scheduler) full() bool { return len(s.running)+len(s.loading) >= s.limi
 // does not. Prompts that do not fit whole into the budget get a part of it only where partly is
 // set; else they are admitted without one, if one behind them fits whole.
 func (st *step) admit(partly bool) {
-	if len(st.waiting) == 0 || st.budget == 0 {
+	if st.held || len(st.waiting) == 0 || st.budget == 0 {
 		return
 	}
 	st.promised = st.promises()

@@ -1,0 +1,174 @@
+package engine_test
+
+import (
+	"context"
+	"errors"
+	"io"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/node"
+)
+
+// started is a request that has its first token.
+func started(t *testing.T, n *node.Node, r engine.Request) (*engine.Job, []int32) {
+	t.Helper()
+	j, err := n.Engine().Submit(t.Context(), r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	u, err := j.Next(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return j, ids(u)
+}
+
+// rest reads a job to its end.
+func rest(t *testing.T, j *engine.Job) (tokens []int32, finish engine.FinishReason) {
+	t.Helper()
+	for {
+		u, err := j.Next(t.Context())
+		if errors.Is(err, io.EOF) {
+			return tokens, finish
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		tokens = append(tokens, ids(u)...)
+		if u.Finish != "" {
+			finish = u.Finish
+		}
+	}
+}
+
+// TestPause: what each mode does to a running request, and that requests which come during the
+// pause wait for its end; tokens are those of a run without a pause.
+func TestPause(t *testing.T) {
+	for _, tiers := range []bool{false, true} {
+		n, _ := open(t, func(s *configs.Settings) {
+			s.KV.MaxModelLen = 256
+			if tiers {
+				s.KV.OffloadingSize = 1.0 / 64
+			}
+		})
+		long := engine.Request{ID: "long", Prompt: prompt(1, 40, 100), Params: params(150)}
+		short := engine.Request{ID: "short", Prompt: prompt(2, 20, 100), Params: params(5)}
+		want := alone(t, n, []engine.Request{long, short})
+		run(t, n)
+		for _, mode := range []engine.PauseMode{engine.PauseKeep, engine.PauseWait, engine.PauseAbort} {
+			j, got := started(t, n, long)
+			if err := n.Engine().Pause(t.Context(), mode); err != nil {
+				t.Fatal(mode, err)
+			}
+			s := n.Engine().State()
+			if !s.Paused || s.Running != 0 || s.KVUsedBlocks != 0 {
+				t.Errorf("%s, tiers %t: paused with state %+v", mode, tiers, s)
+			}
+			if mode == engine.PauseKeep && s.Waiting != 1 {
+				t.Errorf("%d samples wait after a pause that keeps one", s.Waiting)
+			}
+			later, err := n.Engine().Submit(t.Context(), short)
+			if err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(5 * time.Millisecond) // in which an engine that runs would have ended it
+			if after := n.Engine().State(); after.Steps != s.Steps || after.Waiting != s.Waiting+1 {
+				t.Errorf("%s: %d steps ran in a pause, and %d samples wait, %d before", mode, after.Steps-s.Steps, after.Waiting, s.Waiting)
+			}
+			n.Engine().Resume()
+			if tokens, _ := rest(t, later); !slices.Equal(tokens, want[1][0].TokenIDs) {
+				t.Errorf("%s, tiers %t: a request that came in the pause has tokens %v, want %v", mode, tiers, tokens, want[1][0].TokenIDs)
+			}
+			if mode == engine.PauseAbort {
+				if _, err := j.Wait(t.Context()); !errors.Is(err, engine.ErrPaused) {
+					t.Errorf("a request that a pause has aborted: %v", err)
+				}
+				continue
+			}
+			if more, _ := rest(t, j); !slices.Equal(append(got, more...), want[0][0].TokenIDs) {
+				t.Errorf("%s, tiers %t: tokens differ from those of a run without a pause", mode, tiers)
+			}
+		}
+	}
+}
+
+// TestPauseAlone: an engine that nobody runs pauses at once, and twice, and what is submitted then
+// runs after the pause.
+func TestPauseAlone(t *testing.T) {
+	n, _ := open(t, nil)
+	for range 2 {
+		if err := n.Engine().Pause(t.Context(), engine.PauseWait); err != nil {
+			t.Fatal(err)
+		}
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
+	defer cancel()
+	r := engine.Request{Prompt: prompt(1, 4, 100), Params: params(3)}
+	if _, err := n.Engine().Generate(ctx, []engine.Request{r}, nil); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("Generate in a pause: %v", err)
+	}
+	n.Engine().Resume()
+	n.Engine().Resume() // nothing happens
+	if outs, err := n.Engine().Generate(t.Context(), []engine.Request{r}, nil); err != nil || len(outs[0].TokenIDs) != 3 {
+		t.Errorf("after the pause: %v, %v", outs, err)
+	}
+	if err := n.Engine().Pause(t.Context(), "nap"); err == nil {
+		t.Error("an unknown mode is accepted")
+	}
+}
+
+// TestPauseEnds: a pause whose context ends, or that is taken back, leaves the engine running; one
+// that is reached ends with the engine, whose waiting requests are aborted.
+func TestPauseEnds(t *testing.T) {
+	n, _ := open(t, nil)
+	run(t, n)
+	j, _ := started(t, n, engine.Request{Prompt: prompt(1, 8, 100), Params: params(200)})
+	ctx, cancel := context.WithCancel(t.Context())
+	time.AfterFunc(5*time.Millisecond, cancel)
+	if err := n.Engine().Pause(ctx, engine.PauseWait); !errors.Is(err, context.Canceled) {
+		t.Fatalf("a pause whose context ends: %v", err)
+	}
+	before := n.Engine().State().Steps
+	if _, err := j.Next(t.Context()); err != nil || n.Engine().State().Paused {
+		t.Errorf("after a canceled pause: %v, %+v", err, n.Engine().State())
+	}
+	for n.Engine().State().Steps == before {
+		time.Sleep(time.Millisecond)
+	}
+	if err := n.Engine().Pause(t.Context(), engine.PauseKeep); err != nil {
+		t.Fatal(err)
+	}
+	if err := n.Engine().Close(); err != nil {
+		t.Fatal(err)
+	}
+	if _, finish := rest(t, j); finish != engine.FinishAbort {
+		t.Errorf("a request that waited for the end of a pause ends with %q", finish)
+	}
+	if err := n.Engine().Pause(t.Context(), engine.PauseWait); !errors.Is(err, engine.ErrStopped) {
+		t.Errorf("Pause of a closed engine: %v", err)
+	}
+}
+
+// TestPausedState: from Submit on the state has a request that waits for the end of a pause: who
+// decides by it what is woken would otherwise wait for ever.
+func TestPausedState(t *testing.T) {
+	n, _ := open(t, nil)
+	run(t, n)
+	if err := n.Engine().Pause(t.Context(), engine.PauseWait); err != nil {
+		t.Fatal(err)
+	}
+	for i := range 50 {
+		if _, err := n.Engine().Submit(t.Context(), engine.Request{Prompt: prompt(i, 200, 100), Params: params(1)}); err != nil {
+			t.Fatal(err)
+		}
+		for range 2000 {
+			if s := n.Engine().State(); s.Waiting != i+1 {
+				t.Fatalf("%d requests were submitted in a pause, and the state has %d", i+1, s.Waiting)
+			}
+		}
+	}
+}
