@@ -38,7 +38,7 @@
 //	o := eval.Options{Prompts: prompts, Cut: cut, NewTokens: 32}
 //	results, err := eval.Sweep(ctx, eval.SweepOptions{
 //		Options: o, Open: open,
-//		Cells: eval.Cells([]float64{0, 0.5, 1}, []configs.Tier{configs.HostTier, configs.PeerTier}),
+//		Cells: eval.Cells([]float64{0, 0.5, 1}, []configs.Tier{configs.HostTier, configs.PeerTier}, 1),
 //	})
 //	err = eval.PlotSweep(file, "svg", results)
 package eval

@@ -55,6 +55,8 @@ type Info struct {
 	// Grouping is how often experts run, Attention where attention runs.
 	Grouping  configs.Grouping
 	Attention configs.Place
+	// HostPaths is the number of links that copies from and to the host go over. Default: 1.
+	HostPaths int
 	// Shape and Sizes of the model are for predictions.
 	Shape planner.Model
 	Sizes planner.Sizes
@@ -79,6 +81,17 @@ type Counts struct {
 type Cell struct {
 	Tier     configs.Tier `json:"tier"`
 	Fraction float64      `json:"offload_fraction"`
+	// AllPaths: copies from the host go over all links that the settings say, beside a cell of the
+	// same fraction where they go over one.
+	AllPaths bool `json:"all_host_paths,omitempty"`
+}
+
+// Line names the cells of all fractions that the cell is one of: "host", "host, all paths".
+func (c Cell) Line() string {
+	if c.AllPaths {
+		return c.Tier.String() + ", all paths"
+	}
+	return c.Tier.String()
 }
 
 // Room is what a KV cache of blocks of blockTokens needs for prompts and newTokens behind

@@ -39,7 +39,7 @@ func checkFormat(format string) error {
 
 // The looks of tiers and paths.
 var (
-	tierLooks = map[configs.Tier]figure.Look{configs.PeerTier: figure.LookA, configs.HostTier: figure.LookB}
+	lineLooks = map[Cell]figure.Look{{Tier: configs.PeerTier}: figure.LookA, {Tier: configs.HostTier}: figure.LookB, {Tier: configs.HostTier, AllPaths: true}: figure.LookC}
 	pathLooks = map[string]figure.Look{PeerPath: figure.LookA, HostPath: figure.LookB, BothPath: figure.LookC, D2HPath: figure.LookD}
 )
 
@@ -74,34 +74,41 @@ func sweepFigure(results []Result) *figure.Lines {
 		Title: "Decode throughput by offload fraction", Note: note,
 		X: figure.Axis{Label: "experts offloaded (% of all)", From: 0, To: 100},
 	}
-	for _, tier := range []configs.Tier{configs.PeerTier, configs.HostTier} {
-		if !slices.ContainsFunc(results, func(r Result) bool { return r.Tier == tier }) {
+	for _, line := range []Cell{{Tier: configs.PeerTier}, {Tier: configs.HostTier, AllPaths: true}, {Tier: configs.HostTier}} {
+		if !slices.ContainsFunc(results, func(r Result) bool { return r.line() == line }) {
 			continue
 		}
-		curve := predictedCurve(results, tier)
+		name := line.Tier.String() + " memory, "
+		if line.AllPaths {
+			name += "all paths, "
+		}
+		curve := predictedCurve(results, line)
 		if len(curve) > 0 {
-			panel.Series = append(panel.Series, figure.Series{Name: tier.String() + " memory, predicted", Look: tierLooks[tier], Points: curve, Line: true})
+			panel.Series = append(panel.Series, figure.Series{Name: name + "predicted", Look: lineLooks[line], Points: curve, Line: true})
 		}
 		panel.Series = append(panel.Series, figure.Series{
-			Name: tier.String() + " memory, " + how, Look: tierLooks[tier], Points: measuredPoints(results, tier), Marks: true, Line: len(curve) == 0,
+			Name: name + how, Look: lineLooks[line], Points: measuredPoints(results, line), Marks: true, Line: len(curve) == 0,
 		})
 	}
 	if len(panel.Series) == 0 {
-		panel.Series = []figure.Series{{Name: "nothing offloaded, " + how, Look: figure.LookPlain, Points: measuredPoints(results, configs.NoTier), Marks: true}}
+		panel.Series = []figure.Series{{Name: "nothing offloaded, " + how, Look: figure.LookPlain, Points: measuredPoints(results, Cell{Tier: configs.NoTier}), Marks: true}}
 	}
-	for tier, f := range saturationPoints(results) {
-		chart.Tags = append(chart.Tags, figure.Tag{X: 100 * f, Name: fmt.Sprintf("%s: saturation point %.1f %%", tier, 100*f)})
+	for line, f := range saturationPoints(results) {
+		chart.Tags = append(chart.Tags, figure.Tag{X: 100 * f, Name: fmt.Sprintf("%s: saturation point %.1f %%", line.Line(), 100*f)})
 	}
 	chart.Panels = []figure.Panel{panel}
 	return chart
 }
 
-// ofTier are the results with experts from a tier, and those with none offloaded, in the
-// order of their fractions.
-func ofTier(results []Result, tier configs.Tier) []Result {
+// line is the cell without its fraction: a line of a sweep.
+func (r *Result) line() Cell { return Cell{Tier: r.Tier, AllPaths: r.AllPaths} }
+
+// ofLine are the results of a line, and those with none offloaded, in the order of their
+// fractions.
+func ofLine(results []Result, line Cell) []Result {
 	var of []Result
 	for _, r := range results {
-		if r.Tier == tier || r.Tier == configs.NoTier {
+		if r.line() == line || r.Tier == configs.NoTier {
 			of = append(of, r)
 		}
 	}
@@ -109,9 +116,9 @@ func ofTier(results []Result, tier configs.Tier) []Result {
 	return of
 }
 
-func measuredPoints(results []Result, tier configs.Tier) []figure.Point {
+func measuredPoints(results []Result, line Cell) []figure.Point {
 	var points []figure.Point
-	for _, r := range ofTier(results, tier) {
+	for _, r := range ofLine(results, line) {
 		p := figure.Point{X: 100 * r.OffloadFraction, Y: r.DecodeTokS}
 		if r.DecodeStddevTokS != nil {
 			p.Deviation = *r.DecodeStddevTokS
@@ -121,18 +128,18 @@ func measuredPoints(results []Result, tier configs.Tier) []figure.Point {
 	return points
 }
 
-// predictedCurve is what the planner predicts of a tier from the minimum to the maximum
+// predictedCurve is what the planner predicts of a line from the minimum to the maximum
 // of the fractions that were predicted. A step takes as long as the slowest of what goes on at
 // once: compute, the same at all fractions, or copies, whose time grows evenly with the
 // fraction. So the time of a step, the inverse of throughput, is known everywhere from
 // the predictions at the fractions of the sweep and from the saturation point, where it
 // begins to grow; without a saturation point it grows from fraction 0 on. Predictions for
 // other hardware than what was measured have no curve.
-func predictedCurve(results []Result, tier configs.Tier) []figure.Point {
+func predictedCurve(results []Result, line Cell) []figure.Point {
 	type vertex struct{ fraction, seconds float64 }
 	var known []vertex
 	saturation := 0.0
-	for _, r := range ofTier(results, tier) {
+	for _, r := range ofLine(results, line) {
 		if p := r.Prediction; p != nil && p.DecodeTokS > 0 && r.comparable() {
 			known = append(known, vertex{r.OffloadFraction, 1 / p.DecodeTokS})
 			saturation = max(saturation, p.SaturationPoint)
@@ -170,18 +177,21 @@ func predictedCurve(results []Result, tier configs.Tier) []figure.Point {
 	return curve
 }
 
-// saturationPoints are those predicted of the hardware that was measured, by tier, in their
+// saturationPoints are those predicted of the hardware that was measured, by line, in their
 // order.
-func saturationPoints(results []Result) func(yield func(tier configs.Tier, fraction float64) bool) {
-	by := map[configs.Tier]float64{}
+func saturationPoints(results []Result) func(yield func(line Cell, fraction float64) bool) {
+	by := map[Cell]float64{}
 	for _, r := range results {
 		if r.Prediction != nil && r.Prediction.SaturationPoint > 0 && r.comparable() {
-			by[r.Tier] = r.Prediction.SaturationPoint
+			by[r.line()] = r.Prediction.SaturationPoint
 		}
 	}
-	return func(yield func(configs.Tier, float64) bool) {
-		for _, tier := range slices.Sorted(maps.Keys(by)) {
-			if !yield(tier, by[tier]) {
+	lines := slices.SortedFunc(maps.Keys(by), func(a, b Cell) int {
+		return cmp.Or(cmp.Compare(a.Tier, b.Tier), strings.Compare(a.Line(), b.Line()))
+	})
+	return func(yield func(Cell, float64) bool) {
+		for _, line := range lines {
+			if !yield(line, by[line]) {
 				return
 			}
 		}

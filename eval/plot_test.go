@@ -30,7 +30,7 @@ func predicted(t *testing.T, requests int, onDemand bool, fractions ...float64) 
 		info.OnDemandTokens = requests
 	}
 	var results []Result
-	for _, c := range Cells(fractions, []configs.Tier{configs.HostTier, configs.PeerTier}) {
+	for _, c := range Cells(fractions, []configs.Tier{configs.HostTier, configs.PeerTier}, 1) {
 		r := Result{
 			Model: "mixtral", Machine: info.Machine, Requests: requests, MicroBatchTokens: requests, NumMicroBatches: 1, ExpertGrouping: configs.PerLayer, Attention: configs.OnGPU,
 			Tier: c.Tier, OffloadFraction: c.Fraction, PromptTokens: 77 * requests, GeneratedTokens: 32 * requests, DecodeTokS: 1,
@@ -56,11 +56,11 @@ func TestPredictedCurve(t *testing.T) {
 		}
 		all, _ := predicted(t, c.requests, c.onDemand, dense...)
 		for _, tier := range []configs.Tier{configs.HostTier, configs.PeerTier} {
-			curve := predictedCurve(sparse, tier)
+			curve := predictedCurve(sparse, Cell{Tier: tier})
 			if curve[0].X != 0 || curve[len(curve)-1].X != 100 {
 				t.Fatalf("%d requests, %s: from %v to %v", c.requests, tier, curve[0].X, curve[len(curve)-1].X)
 			}
-			for _, r := range ofTier(all, tier) {
+			for _, r := range ofLine(all, Cell{Tier: tier}) {
 				x := 100 * r.OffloadFraction
 				at := 1
 				for at < len(curve)-1 && (curve[at].X < x || curve[at].X == curve[at-1].X && x > 0) {
@@ -85,7 +85,7 @@ func TestSaturationPoint(t *testing.T) {
 	}
 	for i, tier := range []configs.Tier{configs.HostTier, configs.PeerTier} {
 		tag, through := chart.Tags[i], false
-		for _, p := range predictedCurve(results, tier) {
+		for _, p := range predictedCurve(results, Cell{Tier: tier}) {
 			through = through || p.X == tag.X && p.Y == results[0].Prediction.DecodeTokS
 		}
 		if want := fmt.Sprintf("%s: saturation point %.1f %%", tier, tag.X); !through || tag.Name != want {
@@ -125,7 +125,7 @@ func TestMeasuredPoints(t *testing.T) {
 		{Tier: configs.PeerTier, OffloadFraction: 0.5, DecodeTokS: 11, DecodeStddevTokS: &two, Trials: make([]Trial, 2)},
 		{Tier: configs.NoTier, DecodeTokS: 20, Trials: make([]Trial, 1)},
 	}
-	p := measuredPoints(r, configs.HostTier)
+	p := measuredPoints(r, Cell{Tier: configs.HostTier})
 	if len(p) != 2 || p[0].X != 0 || p[0].Y != 20 || p[0].Deviation != 0 || p[1].X != 50 || p[1].Y != 9 || p[1].Deviation != 2 {
 		t.Errorf("%+v", p)
 	}

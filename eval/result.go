@@ -13,15 +13,19 @@ import (
 type Result struct {
 	Run Run `json:"run"`
 	Machine
-	Model            string             `json:"model"`
-	DType            string             `json:"dtype"`
-	LoadFormat       configs.LoadFormat `json:"load_format"`
-	Tier             configs.Tier       `json:"tier"`
-	OffloadFraction  float64            `json:"offload_fraction"`
-	MicroBatchTokens int                `json:"micro_batch_tokens"`
-	NumMicroBatches  int                `json:"num_micro_batches"`
-	ExpertGrouping   configs.Grouping   `json:"expert_grouping"`
-	Attention        configs.Place      `json:"attention"`
+	Model           string             `json:"model"`
+	DType           string             `json:"dtype"`
+	LoadFormat      configs.LoadFormat `json:"load_format"`
+	Tier            configs.Tier       `json:"tier"`
+	OffloadFraction float64            `json:"offload_fraction"`
+	// HostPaths is the number of links that copies from and to the host go over; AllPaths: a sweep also
+	// measures this with one.
+	HostPaths        int              `json:"host_paths"`
+	AllPaths         bool             `json:"all_host_paths,omitempty"`
+	MicroBatchTokens int              `json:"micro_batch_tokens"`
+	NumMicroBatches  int              `json:"num_micro_batches"`
+	ExpertGrouping   configs.Grouping `json:"expert_grouping"`
+	Attention        configs.Place    `json:"attention"`
 	// Requests run as one batch; PromptTokens and GeneratedTokens are those of all of
 	// them in one trial.
 	Requests        int `json:"requests"`
@@ -115,7 +119,9 @@ type Prediction struct {
 }
 
 // Cell of a sweep that the result is of.
-func (r *Result) Cell() Cell { return Cell{Tier: r.Tier, Fraction: r.OffloadFraction} }
+func (r *Result) Cell() Cell {
+	return Cell{Tier: r.Tier, Fraction: r.OffloadFraction, AllPaths: r.AllPaths}
+}
 
 // steps is the number of decode steps of a trial.
 func (r *Result) steps() int { return r.GeneratedTokens/r.Requests - 1 }
@@ -197,7 +203,8 @@ func (r *Result) predict(info *Info) {
 		at.Groups = r.NumMicroBatches
 	}
 	tier, link := configs.HostTier, planner.BoundHostLink
-	at.Rate = h.HostToGPU[0]
+	policy.HostPaths = max(1, min(r.HostPaths, len(h.HostToGPU)))
+	at.Rate = h.HostToGPU[policy.HostPaths-1]
 	if r.Tier == configs.PeerTier {
 		tier, link, at.Rate = configs.PeerTier, planner.BoundPeerLink, h.PeerToGPU
 	}

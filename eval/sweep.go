@@ -42,8 +42,8 @@ func ParseTiers(list string) ([]configs.Tier, error) {
 }
 
 // Cells are those of a sweep over fractions and tiers: fraction 0 once, each other
-// fraction with each tier.
-func Cells(fractions []float64, tiers []configs.Tier) []Cell {
+// fraction with each tier, and the host's again over all paths, if there are several.
+func Cells(fractions []float64, tiers []configs.Tier, paths int) []Cell {
 	var cells []Cell
 	for _, f := range fractions {
 		if f == 0 {
@@ -52,6 +52,9 @@ func Cells(fractions []float64, tiers []configs.Tier) []Cell {
 		}
 		for _, t := range tiers {
 			cells = append(cells, Cell{Tier: t, Fraction: f})
+			if t == configs.HostTier && paths > 1 {
+				cells = append(cells, Cell{Tier: t, Fraction: f, AllPaths: true})
+			}
 		}
 	}
 	return cells
@@ -143,7 +146,7 @@ func (o *SweepOptions) measure(ctx context.Context, cells []Cell, results map[Ce
 		if c.Tier == configs.NoTier {
 			return fmt.Errorf("0 %% offloaded: %w", err)
 		}
-		return fmt.Errorf("%v %% offloaded to %s: %w", 100*c.Fraction, c.Tier, err)
+		return fmt.Errorf("%v %% offloaded to %s: %w", 100*c.Fraction, c.Line(), err)
 	}
 	for _, c := range cells {
 		n, err := o.Open(ctx, c)
@@ -201,8 +204,8 @@ type Gain struct {
 	Decode, EndToEnd float64
 }
 
-// Gains compares results of both tiers on one machine, in the order of the models' first
-// results.
+// Gains compares results of both tiers on one machine, the host's over one path, in the order of the
+// models' first results.
 func Gains(results []Result, fraction float64) []Gain {
 	type key struct {
 		model, machine string
@@ -211,7 +214,7 @@ func Gains(results []Result, fraction float64) []Gain {
 	found := map[key]map[configs.Tier]Result{}
 	var order []key
 	for _, r := range results {
-		if r.OffloadFraction != fraction {
+		if r.OffloadFraction != fraction || r.AllPaths {
 			continue
 		}
 		k := key{r.Model, r.words(), r.Requests}

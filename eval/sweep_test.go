@@ -20,6 +20,7 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/eval"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 var threePrompts = [][]int32{{1, 2}, {3}, {4, 5, 6}}
@@ -170,8 +171,12 @@ func TestParse(t *testing.T) {
 		}
 	}
 	want := []eval.Cell{{Tier: configs.NoTier}, {Tier: configs.HostTier, Fraction: 0.5}, {Tier: configs.PeerTier, Fraction: 0.5}}
-	if got := eval.Cells([]float64{0, 0.5}, []configs.Tier{configs.HostTier, configs.PeerTier}); !slices.Equal(got, want) {
+	if got := eval.Cells([]float64{0, 0.5}, []configs.Tier{configs.HostTier, configs.PeerTier}, 1); !slices.Equal(got, want) {
 		t.Errorf("%v", got)
+	}
+	want = []eval.Cell{{Tier: configs.NoTier}, {Tier: configs.HostTier, Fraction: 0.5}, {Tier: configs.HostTier, Fraction: 0.5, AllPaths: true}, {Tier: configs.PeerTier, Fraction: 0.5}}
+	if got := eval.Cells([]float64{0, 0.5}, []configs.Tier{configs.HostTier, configs.PeerTier}, 2); !slices.Equal(got, want) {
+		t.Errorf("over two paths: %v", got)
 	}
 }
 
@@ -183,7 +188,7 @@ func sweep(t *testing.T, o eval.SweepOptions, log *[]string) ([]eval.Result, err
 		Version: "v1.2.3", Commit: "0123456789abcdef", Modified: true, Date: time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC), Command: "moeserve bench sweep",
 	}}
 	if o.Cells == nil {
-		o.Cells = eval.Cells([]float64{0, 0.5, 1}, []configs.Tier{configs.HostTier, configs.PeerTier})
+		o.Cells = eval.Cells([]float64{0, 0.5, 1}, []configs.Tier{configs.HostTier, configs.PeerTier}, 1)
 	}
 	var opened []*fake
 	o.Open = func(_ context.Context, c eval.Cell) (eval.Node, error) {
@@ -205,7 +210,7 @@ func sweep(t *testing.T, o eval.SweepOptions, log *[]string) ([]eval.Result, err
 }
 
 func TestSweepGoesRound(t *testing.T) {
-	cells := eval.Cells([]float64{0, 1}, []configs.Tier{configs.HostTier})
+	cells := eval.Cells([]float64{0, 1}, []configs.Tier{configs.HostTier}, 1)
 	for _, c := range []struct {
 		together bool
 		want     string
@@ -237,7 +242,7 @@ func TestSweepSkips(t *testing.T) {
 	}
 	o := eval.SweepOptions{
 		Options: eval.Options{Prompts: threePrompts, NewTokens: 2, Trials: 1}, Open: open,
-		Cells: eval.Cells([]float64{0, 0.5, 1}, []configs.Tier{configs.HostTier}), Skip: func(_ eval.Cell, err error) bool { return errors.Is(err, errRoom) },
+		Cells: eval.Cells([]float64{0, 0.5, 1}, []configs.Tier{configs.HostTier}, 1), Skip: func(_ eval.Cell, err error) bool { return errors.Is(err, errRoom) },
 	}
 	for _, o.Shared = range []bool{false, true} {
 		r, err := eval.Sweep(t.Context(), o)
@@ -571,7 +576,7 @@ func TestTableOfBuilds(t *testing.T) {
 // A sweep that fails keeps the cells that were measured by then.
 func TestFailedSweep(t *testing.T) {
 	lost, full := errors.New("device lost"), errors.New("disk full")
-	cells := eval.Cells([]float64{0, 0.5, 1}, []configs.Tier{configs.HostTier})
+	cells := eval.Cells([]float64{0, 0.5, 1}, []configs.Tier{configs.HostTier}, 1)
 	for name, c := range map[string]struct {
 		lost, full eval.Cell
 		want       error
@@ -609,7 +614,7 @@ func TestFailedSweep(t *testing.T) {
 
 // An interrupted sweep keeps what has been measured.
 func TestInterruptedSweep(t *testing.T) {
-	cells := eval.Cells([]float64{0, 1}, []configs.Tier{configs.HostTier})
+	cells := eval.Cells([]float64{0, 1}, []configs.Tier{configs.HostTier}, 1)
 	for _, c := range []struct {
 		shared   bool
 		after    int    // steps: of a cell one for warm-up, two for each of three trials, and the last one again
@@ -661,7 +666,7 @@ func TestInterruptedSweep(t *testing.T) {
 
 // Progress counts the steps of all cells that are measured.
 func TestProgress(t *testing.T) {
-	cells := eval.Cells([]float64{0, 0.5, 1}, []configs.Tier{configs.HostTier})
+	cells := eval.Cells([]float64{0, 0.5, 1}, []configs.Tier{configs.HostTier}, 1)
 	var first, last eval.Progress
 	calls := 0
 	_, err := eval.Sweep(t.Context(), eval.SweepOptions{
@@ -724,6 +729,7 @@ func inked(t *testing.T, data []byte) {
 }
 
 func TestPlots(t *testing.T) {
+	racedetector.SkipSequential(t)
 	r, err := sweep(t, eval.SweepOptions{}, nil)
 	if err != nil {
 		t.Fatal(err)

@@ -40,7 +40,7 @@ func WriteTable(out io.Writer, results []Result) error {
 			hits = fmt.Sprintf("%.1f %%", 100*r.HitRate)
 		}
 		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%.1f\t\n",
-			r.Tier, percent(r.OffloadFraction), number(r.DecodeTokS), deviation(r.DecodeTokS, r.DecodeStddevTokS), predicted, share, bound,
+			r.Cell().Line(), percent(r.OffloadFraction), number(r.DecodeTokS), deviation(r.DecodeTokS, r.DecodeStddevTokS), predicted, share, bound,
 			number(r.PrefillTokS), number(r.ThroughputTokS), deviation(r.ThroughputTokS, r.StddevTokS), hits, float64(r.DecodeStepBytes.Host+r.DecodeStepBytes.Peer)/(1<<20))
 	}
 	if err := w.Flush(); err != nil {
@@ -104,8 +104,8 @@ func writeShared(out io.Writer, results []Result) error {
 	if why := r.notComparable(); why != "" {
 		b.WriteString(why + "\n")
 	}
-	for tier, fraction := range saturationPoints(results) {
-		fmt.Fprintf(&b, "predicted saturation point, from %s: %.1f %% (maximum offload fraction with copies fully overlapped)\n", tier, 100*fraction)
+	for line, fraction := range saturationPoints(results) {
+		fmt.Fprintf(&b, "predicted saturation point, from %s: %.1f %% (maximum offload fraction with copies fully overlapped)\n", line.Line(), 100*fraction)
 	}
 	for _, g := range Gains(results, gainFraction) {
 		if g.Unpaced {
@@ -170,7 +170,7 @@ var StallCauses = []string{"expert-copy", "router-sync", "launch-bound", "cpu-at
 func WriteCSV(out io.Writer, results []Result) error {
 	w := csv.NewWriter(out)
 	columns := slices.Concat(ProvenanceColumns, []string{
-		"model", "dtype", "load_format", "tier", "offload_fraction", "micro_batch_tokens", "num_micro_batches",
+		"model", "dtype", "load_format", "tier", "offload_fraction", "host_paths", "all_host_paths", "micro_batch_tokens", "num_micro_batches",
 		"expert_grouping", "attention", "requests", "prompt_tokens", "generated_tokens", "truncated_prompts", "warmup_tokens", "trials",
 		"prefill_s", "decode_s", "throughput_tok_s", "stddev_tok_s", "prefill_tok_s", "decode_tok_s", "decode_stddev_tok_s",
 		"hits", "misses", "hit_rate", "fetched_bytes_host", "fetched_bytes_peer", "decode_step_bytes_host", "decode_step_bytes_peer",
@@ -208,9 +208,15 @@ func (r *Result) values() []string {
 		return f(*v)
 	}
 	d := func(v int64) string { return strconv.FormatInt(v, 10) }
+	flag := func(v bool) string {
+		if !v {
+			return "" // as given
+		}
+		return "true"
+	}
 	prefill, decode := r.means()
 	values := append(Provenance(&r.Run, &r.Machine),
-		r.Model, r.DType, r.LoadFormat.String(), r.Tier.String(), f(r.OffloadFraction), strconv.Itoa(r.MicroBatchTokens), strconv.Itoa(r.NumMicroBatches),
+		r.Model, r.DType, r.LoadFormat.String(), r.Tier.String(), f(r.OffloadFraction), strconv.Itoa(r.HostPaths), flag(r.AllPaths), strconv.Itoa(r.MicroBatchTokens), strconv.Itoa(r.NumMicroBatches),
 		r.ExpertGrouping.String(), r.Attention.String(), strconv.Itoa(r.Requests), strconv.Itoa(r.PromptTokens), strconv.Itoa(r.GeneratedTokens),
 		strconv.Itoa(r.TruncatedPrompts), strconv.Itoa(r.WarmupTokens), strconv.Itoa(len(r.Trials)),
 		f(prefill), f(decode), f(r.ThroughputTokS), pointer(r.StddevTokS), f(r.PrefillTokS), f(r.DecodeTokS), pointer(r.DecodeStddevTokS),

@@ -504,6 +504,8 @@ const (
 // they did. Only these have sources that say "measured", and only of real devices.
 func Calibrate(r *TransferResult, c Calibration) (planner.Hardware, error) {
 	h := c.Start(&r.Machine)
+	// Paths over other GPUs are measured by package multipath, with what is measured here.
+	h.Multipath, h.Sources["multipath"] = nil, "none: bench transfer measured one link"
 	rate := func(path string) (rate, start float64) {
 		points := r.of(path)
 		if len(points) == 0 {

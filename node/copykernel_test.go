@@ -10,7 +10,6 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
-	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/planner"
 )
@@ -70,20 +69,8 @@ func kernelRun(t *testing.T, tiers, hardware string) (out []string, launches int
 			t.Error(err)
 		}
 	}()
-	p := engine.DefaultParams()
-	p.MaxTokens, p.IgnoreEOS = 12, true
 	for round := range 6 {
-		ids := make([]int32, 70)
-		for i := range ids {
-			ids[i] = int32(3 + (i*7+round%3*5)%40)
-		}
-		got, err := n.Engine().Generate(t.Context(), []engine.Request{{Prompt: ids, Params: p}, {Prompt: ids[:60], Params: p}}, nil)
-		if err != nil {
-			t.Fatal(err)
-		}
-		for _, o := range got {
-			out = append(out, o.Text)
-		}
+		out = append(out, comeBack(t, n, round)...)
 	}
 	return out, launched.Load()
 }

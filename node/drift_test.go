@@ -15,6 +15,7 @@ import (
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // question is a line of the built-in model's test set.
@@ -212,6 +213,9 @@ var tasksInTurn = []string{"addition", "reversing"}
 // of any fixed placement for that task, within the time needed to notice the change and to
 // promote the new hot set.
 func TestTasksInTurn(t *testing.T) {
+	if racedetector.Enabled {
+		t.Skip("minutes with the race detector: TestStress has experts move, too")
+	}
 	t.Parallel()
 	tasks := tasksInTurn
 	const (

@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // hint has the flags of a misfit's advice, and the tokens of KV cache that it promises.
@@ -59,6 +60,7 @@ func inspected(t *testing.T, s configs.Settings) *Inspection {
 // A model that does not fit does with the fraction of the error, and with the promised
 // context; with one expert less offloaded it has not. --policy auto fits where it is named.
 func TestAdviceFits(t *testing.T) {
+	racedetector.SkipSequential(t)
 	for _, c := range []struct {
 		name, model, emulate string
 		change               func(*configs.Settings)

@@ -40,6 +40,10 @@ type Inspection struct {
 	KVTiers []offload.TierSize
 	// Peers that may be borrowed from.
 	Peers []sizing.PeerBudget
+	// Relays are the GPUs, by number, over whose links copies from and to the host go beside the
+	// computing GPU's own; each keeps RelayBytes of its memory.
+	Relays     []int
+	RelayBytes int64
 	// Problem is the error of Open for lack of memory on these devices, or nil. RunsHere is
 	// the error where this machine cannot emulate them, or nil.
 	Problem, RunsHere error
@@ -117,6 +121,14 @@ func Inspect(o Options) (_ *Inspection, err error) {
 			return nil, fault.Of(fault.ErrConfig, err)
 		}
 	}
+	if in.RunsHere == nil {
+		if err := u.checkRelays(); err != nil && in.Problem == nil {
+			in.Problem = err
+		}
+	}
+	if in.Relays = u.relayNumbers(); len(in.Relays) > 0 {
+		in.RelayBytes = u.paths.relayBytes()
+	}
 	if in.Peers, err = u.borrowable(); err != nil {
 		return nil, fault.Of(fault.ErrConfig, err)
 	}
@@ -143,8 +155,12 @@ func (o *Options) onHardware(weights kernels.DType) error {
 	}
 	// As of real GPUs, peers are those that are named.
 	peers, each := 0, h.PeerMemory
-	if len(c.GPUs) > 0 {
-		peers = slices.Max(c.GPUs)
+	paths, err := choosePaths(s)
+	if err != nil {
+		return fault.Of(fault.ErrConfig, err)
+	}
+	if all := append(slices.Clone(c.GPUs), paths.wanted...); len(all) > 0 {
+		peers = slices.Max(all)
 	}
 	if each == 0 {
 		each = h.GPUMemory // of a product of which no peers are known

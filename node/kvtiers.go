@@ -56,11 +56,11 @@ func (u *setup) chooseKVPeers(peers []device.Space) error {
 	c := &u.kvTiers
 	c.DestGPUs = slices.Clone(c.DestGPUs)
 	for i, named := range c.DestGPUs {
-		at := slices.IndexFunc(peers, func(p device.Space) bool { return u.gpuNumber(p) == named })
+		at := slices.IndexFunc(peers, func(p device.Space) bool { return u.devices.Number(p) == named })
 		if at < 0 {
 			var have []int
 			for _, p := range peers {
-				have = append(have, u.gpuNumber(p))
+				have = append(have, u.devices.Number(p))
 			}
 			return fmt.Errorf("--kv-transfer-config: dest_gpu_id is %d, and the peers are %v; choose one of these, or name it by --peers", named, have)
 		}
@@ -68,15 +68,6 @@ func (u *setup) chooseKVPeers(peers []device.Space) error {
 		u.kvPeers = append(u.kvPeers, peers[at])
 	}
 	return nil
-}
-
-// gpuNumber is the number of a GPU as users name it.
-func (u *setup) gpuNumber(p device.Space) int {
-	i, _ := p.GPU()
-	if u.devices.Real() {
-		return u.devices.GPUs[i]
-	}
-	return i
 }
 
 // borrowed are the peers that experts or KV blocks may borrow from.

@@ -120,20 +120,8 @@ func TestKVTiersSameTokens(t *testing.T) {
 				t.Error(err)
 			}
 		}()
-		p := engine.DefaultParams()
-		p.MaxTokens, p.IgnoreEOS = 12, true
 		for round := range 6 {
-			ids := make([]int32, 70)
-			for i := range ids {
-				ids[i] = int32(3 + (i*7+round%3*5)%40)
-			}
-			got, err := n.Engine().Generate(t.Context(), []engine.Request{{Prompt: ids, Params: p}, {Prompt: ids[:60], Params: p}}, nil)
-			if err != nil {
-				t.Fatal(err)
-			}
-			for _, o := range got {
-				out = append(out, o.Text)
-			}
+			out = append(out, comeBack(t, n, round)...)
 		}
 		for _, tier := range n.Observe().KVTiers().Tiers {
 			loaded += tier.Reloaded
@@ -156,6 +144,26 @@ func TestKVTiersSameTokens(t *testing.T) {
 			}
 		}
 	}
+}
+
+// comeBack completes a prompt of 70 tokens and its first 60, and returns the texts. Every third round
+// has the same prompt, so that its KV blocks have gone to tiers meanwhile, where the GPU has 14.
+func comeBack(t *testing.T, n *node.Node, round int) (texts []string) {
+	t.Helper()
+	p := engine.DefaultParams()
+	p.MaxTokens, p.IgnoreEOS = 12, true
+	ids := make([]int32, 70)
+	for i := range ids {
+		ids[i] = int32(3 + (i*7+round%3*5)%40)
+	}
+	outs, err := n.Engine().Generate(t.Context(), []engine.Request{{Prompt: ids, Params: p}, {Prompt: ids[:60], Params: p}}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, o := range outs {
+		texts = append(texts, o.Text)
+	}
+	return texts
 }
 
 // tightKV has a pool of KV blocks for a third of what the conversations of converse need.
@@ -268,16 +276,8 @@ func TestKVTierCounters(t *testing.T) {
 			t.Error(err)
 		}
 	}()
-	p := engine.DefaultParams()
-	p.MaxTokens, p.IgnoreEOS = 12, true
 	for round := range 9 {
-		ids := make([]int32, 70)
-		for i := range ids {
-			ids[i] = int32(3 + (i*7+round%3*5)%40)
-		}
-		if _, err := n.Engine().Generate(t.Context(), []engine.Request{{Prompt: ids, Params: p}, {Prompt: ids[:60], Params: p}}, nil); err != nil {
-			t.Fatal(err)
-		}
+		comeBack(t, n, round)
 		if round == 5 {
 			n.Engine().ResetPrefixCache(true)
 		}

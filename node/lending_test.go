@@ -15,6 +15,7 @@ import (
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/node/fault"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // The scenario: Mixtral on a GPU of 80 GB, and requests that shift: first many short ones, for
@@ -169,7 +170,7 @@ var shiftLeast = []int{96}
 // TestLendingFollowsTheLoad: where memory of the KV cache is lent by worth, a load that shifts takes
 // less time than with any fixed split, and the memory moves about once for each shift.
 func TestLendingFollowsTheLoad(t *testing.T) {
-	if raceDetector {
+	if racedetector.Enabled {
 		t.Skip("minutes with the race detector: TestSameTokensOverTiers lends memory, too")
 	}
 	t.Parallel()

@@ -19,6 +19,7 @@ import (
 	"github.com/moeserve/moeserve/kvcache/offload"
 	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/node/checkpoint"
+	"github.com/moeserve/moeserve/node/devices"
 	"github.com/moeserve/moeserve/node/fault"
 	"github.com/moeserve/moeserve/node/observe"
 	"github.com/moeserve/moeserve/node/planning"
@@ -69,6 +70,9 @@ type Options struct {
 	// RuntimeDir is the directory of the socket on which other processes may ask for borrowed
 	// memory. Default: none.
 	RuntimeDir string
+	// Share has several nodes use one machine, each awake while the others sleep. Their settings
+	// for devices are the same. Default: the node has the machine to itself.
+	Share *devices.Shared
 	// OpenMachine opens the devices in place of the settings; tests use it to select
 	// schedules and to inject faults.
 	OpenMachine func() (device.Machine, error)
@@ -114,6 +118,8 @@ type Info struct {
 	// plan, nil without one.
 	Settings configs.Settings
 	Planned  *planning.Planned
+	// Relays are the GPUs, by number, over whose links copies from and to the host go, too.
+	Relays []int
 	// Facts of the machine, Shape of the model and Sizes of the node's allocations, for the
 	// planner.
 	Facts planning.Machine
@@ -128,6 +134,7 @@ type Node struct {
 	text     checkpoint.Text
 	machine  device.Machine
 	harvest  *harvest.Runtime       // nil without peers
+	relays   *relays                // nil where copies from the host go over one link
 	balance  *rebalancer.Rebalancer // nil where nothing can move
 	transfer *transfer.Engine
 	store    *experts.Store
@@ -139,6 +146,7 @@ type Node struct {
 	engine   *engine.Engine
 	observer *observe.Observer
 	lender   *lender // nil where nothing is borrowed
+	sleep    sleeper
 	// closers of the started parts, in the order of their start.
 	closers []func() error
 }
@@ -208,7 +216,7 @@ func (n *Node) describe(u *setup) error {
 	}
 	n.info = Info{
 		Name: u.model.Name, Device: u.devices.Name(), Config: u.model.Config, Limits: u.needs.Limits,
-		Settings: u.settings, Planned: u.planned, Facts: u.facts(), Shape: u.footprint.Model(u.model.Name), Sizes: sizes,
+		Settings: u.settings, Planned: u.planned, Relays: u.relayNumbers(), Facts: u.facts(), Shape: u.footprint.Model(u.model.Name), Sizes: sizes,
 	}
 	return nil
 }
@@ -231,7 +239,7 @@ func (n *Node) assemble(ctx context.Context, u *setup, fit sizing.KVFit) (load t
 	if err != nil {
 		return 0, err
 	}
-	if n.transfer, err = transfer.New(transfer.Options{Machine: n.machine, Trace: d.Trace(), Kernel: u.kernel}); err != nil {
+	if n.transfer, err = transfer.New(transfer.Options{Machine: n.machine, Trace: d.Trace(), Kernel: u.kernel, Multipath: u.paths.multipath()}); err != nil {
 		return 0, fault.Of(fault.ErrDevice, err)
 	}
 	n.started(n.transfer.Close)
@@ -278,6 +286,9 @@ func (n *Node) assemble(ctx context.Context, u *setup, fit sizing.KVFit) (load t
 	if err := n.openLender(u, pool); err != nil {
 		return 0, err
 	}
+	if err := n.openSleeper(ctx, u, arena, groups, pool); err != nil {
+		return 0, fault.Of(fault.ErrDevice, err)
+	}
 	n.steps = stepper{n.pipe, n.machine, n.kv, d.Trace()}
 	if err := n.warm(ctx, d.Backend, groups[0]); err != nil {
 		return 0, fault.Of(fault.ErrDevice, fmt.Errorf("node: warm up GEMMs: %w", err))
@@ -313,7 +324,7 @@ func (n *Node) assemble(ctx context.Context, u *setup, fit sizing.KVFit) (load t
 	n.observer = observe.New(observe.Parts{
 		Model: n.info.Name, Backend: d.Backend.Name(), Machine: n.machine, Space: d.Space, Store: n.store, Transfer: n.transfer,
 		Pipeline: n.pipe, Engine: n.engine, Tiers: n.tiers, Lender: n.memory, Harvest: n.harvest, Rebalancer: n.balance, Peers: u.peerDevices(),
-		Dynamic: u.needs.Plan.Dynamic, LoadTime: load,
+		Dynamic: u.needs.Plan.Dynamic, LoadTime: load, Sleep: n.Sleeping,
 	})
 	return load, nil
 }
@@ -339,6 +350,7 @@ func (n *Node) groups(u *setup, steps *pipeline.Options, arena device.Memory) ([
 		if groups[i], err = forward.NewModel(c, weights, d.Enqueuing(), workspace.Range(0, workspace.Bytes()), limits); err != nil {
 			return nil, fault.Of(fault.ErrConfig, err)
 		}
+		n.sleep.workspaces = append(n.sleep.workspaces, workspace)
 		steps.Executors = append(steps.Executors, pipeline.Executor{Space: d.Space, Model: groups[i]})
 	}
 	return groups, nil

@@ -25,23 +25,37 @@ const (
 
 // openHarvest starts borrowing.
 func (n *Node) openHarvest(u *setup) error {
-	if len(u.borrowed()) == 0 {
+	if len(u.lending()) == 0 {
 		return nil
 	}
 	o, err := u.borrowing()
 	if err != nil {
 		return fault.Of(fault.ErrConfig, err)
 	}
-	monitor, err := u.devices.OpenMonitor(u.borrowed(), n.copying)
+	monitor, err := u.devices.OpenMonitor(u.lending(), n.copying)
 	if err != nil {
 		return fault.Of(fault.ErrDevice, err)
 	}
 	o.Monitor = monitor
 	o.Events = harvest.Tee(harvest.LogEvents(n.log), observe.HarvestEvents(u.o.Events))
+	if len(u.paths.relays) > 0 {
+		in, out := u.paths.buffers()
+		n.relays = &relays{
+			engine: n.transfer, owner: harvest.NewOwner("relayed copies"), in: in, out: out, log: n.log,
+			gpus: u.paths.relays, held: map[device.Space]*harvest.Ref{}, retired: map[device.Pair]bool{},
+		}
+		o.Events = harvest.Tee(o.Events, harvest.EventListener{RevocationStarted: n.relays.revoked})
+	}
 	if n.harvest, err = harvest.New(o); err != nil {
 		return fault.Of(fault.ErrDevice, err)
 	}
 	n.started(n.closeHarvest)
+	if err := n.openRelays(u); err != nil {
+		return fault.Of(fault.ErrConfig, err)
+	}
+	if len(u.borrowed()) == 0 {
+		return nil
+	}
 	peers := n.harvest.Summary().Peers
 	if why := u.inert(peers, monitor != nil); why != "" {
 		n.log.Warn("the policy of --harvest-policy places as best-fit does", "policy", o.Policy.Name(), "reason", why)
@@ -55,7 +69,7 @@ func (n *Node) openHarvest(u *setup) error {
 // borrowing are the options of harvest by the settings.
 func (u *setup) borrowing() (o harvest.Options, err error) {
 	s := &u.settings.Harvest
-	o = harvest.Options{Machine: u.devices.Machine, Peers: u.borrowed(), Reader: u.devices.Space}
+	o = harvest.Options{Machine: u.devices.Machine, Peers: u.lending(), Reader: u.devices.Space}
 	clients, err := s.ParseClients()
 	if err != nil {
 		return o, err
@@ -84,7 +98,12 @@ func (u *setup) borrowing() (o harvest.Options, err error) {
 	if slab == 0 {
 		ofExperts, ofKV = slabExperts*u.footprint.ExpertBytes(), slabKVBlocks*u.footprint.KV().BlockBytes()
 	}
-	o.Clients = map[string]harvest.ClientOptions{experts.HarvestClient: {SlabBytes: ofExperts}, offload.HarvestClient: {SlabBytes: ofKV}}
+	o.Clients = map[string]harvest.ClientOptions{
+		experts.HarvestClient: {SlabBytes: ofExperts, Peers: u.peers}, offload.HarvestClient: {SlabBytes: ofKV, Peers: u.kvPeers},
+	}
+	if relays := u.paths.relays; len(relays) > 0 {
+		o.Clients[relayClient] = harvest.ClientOptions{Peers: relays, ReserveBytes: u.paths.relayBytes()}
+	}
 	times, err := s.ParseTimes()
 	if err != nil {
 		return o, err
@@ -155,7 +174,7 @@ func (u *setup) peerDevices() []observe.Peer {
 	all := []observe.Peer{}
 	for _, p := range u.borrowed() {
 		info, _ := u.devices.Machine.Topology().Info(p)
-		all = append(all, observe.Peer{Device: p.String(), GPU: u.gpuNumber(p), Name: info.Name, UUID: info.UUID})
+		all = append(all, observe.Peer{Device: p.String(), GPU: u.devices.Number(p), Name: info.Name, UUID: info.UUID})
 	}
 	return all
 }

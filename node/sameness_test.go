@@ -18,6 +18,7 @@ import (
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/pipeline"
 	"github.com/moeserve/moeserve/tools/fixtures"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // requests are prompts of different lengths, some greedy and some drawn, one of
@@ -242,14 +243,16 @@ func TestLostDevice(t *testing.T) {
 
 // machinesWithFaults are those that tests of faults run on.
 func machinesWithFaults() []emulated.Options {
-	return []emulated.Options{
+	concurrent := []emulated.Options{{Check: true}, {Check: true, LikeCUDA: true, FenceStart: fenceStarts[2]}}
+	if racedetector.Enabled {
+		return concurrent
+	}
+	return append(concurrent, []emulated.Options{
 		{Virtual: true, Check: true},
 		{Virtual: true, Check: true, Schedule: emulated.Lazy},
 		{Virtual: true, Check: true, Schedule: emulated.Random, Seed: 5},
-		{Check: true},
 		{Virtual: true, Check: true, LikeCUDA: true, TimeFailures: 0.2, FenceStart: fenceStarts[1]},
-		{Check: true, LikeCUDA: true, FenceStart: fenceStarts[2]},
-	}
+	}...)
 }
 
 // free fails the test where a KV block is still taken.

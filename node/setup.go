@@ -36,6 +36,7 @@ type setup struct {
 	footprint *sizing.Footprint
 	full      *sizing.Footprint // the same, with the full context that the settings allow
 	kvTiers   offload.Config
+	paths     hostPaths
 	kernel    *transfer.Kernel  // that copies KV blocks; nil without a calibration
 	planned   *planning.Planned // nil without a policy
 	needs     *sizing.Needs     // nil before size
@@ -61,12 +62,17 @@ func newSetup(o *Options, model *checkpoint.Model) (_ *setup, err error) {
 	if u.kvTiers, err = kvTiers(s, o.given()); err == nil {
 		err = u.checkShare()
 	}
+	if err == nil {
+		u.paths, err = choosePaths(s)
+	}
 	if err != nil {
 		return nil, fault.Of(fault.ErrConfig, err)
 	}
 	if u.devices, err = devices.Open(devices.Options{
-		Settings: s.Device, Kernels: s.Kernels, Weights: model.Config.DType, Trace: s.Output.Trace, Log: o.Log,
+		Settings: s.Device, Kernels: s.Kernels, Weights: model.Config.DType, Trace: s.Output.Trace, Share: o.Share, Log: o.Log,
 		Peers:       borrows(&s.Offload) || s.Plan.Policy != configs.NoPolicy && s.Offload.Tier != configs.HostTier || u.kvTiers.GPUBlocks > 0,
+		Relays:      u.paths.wanted,
+		IfPossible:  u.paths.soft,
 		Emulate:     s.Harvest.AvailabilityTrace != "",
 		OpenMachine: o.OpenMachine, OpenBackend: o.OpenBackend,
 	}); err != nil {
@@ -78,6 +84,9 @@ func newSetup(o *Options, model *checkpoint.Model) (_ *setup, err error) {
 		}
 	}()
 	if err := u.choosePeers(); err != nil {
+		return nil, fault.Of(fault.ErrConfig, err)
+	}
+	if err := u.findRelays(); err != nil {
 		return nil, fault.Of(fault.ErrConfig, err)
 	}
 	if u.layout, err = models.NewLayout(model.Config, model.Source, u.devices.Cast()); err != nil {
@@ -100,7 +109,7 @@ func newSetup(o *Options, model *checkpoint.Model) (_ *setup, err error) {
 	u.footprint, err = sizing.New(sizing.Options{
 		Config: model.Config, Layout: u.layout, Types: u.devices.Backend, MaxModelLen: s.KV.MaxModelLen, BlockTokens: s.KV.BlockSize, CacheLayers: o.CacheLayers,
 		Dynamic: s.Offload.DynamicResidency, HostLogits: o.HostLogits, Clears: len(u.peers) > 0, Kernels: usage.Allocated + u.kernel.TableBytes(0),
-		ClearsKV: len(u.kvPeers) > 0, HostKV: hostKV,
+		ClearsAlways: len(u.kvPeers)+len(u.paths.relays) > 0, HostKV: hostKV,
 	})
 	u.full = u.footprint
 	if err == nil {
@@ -152,7 +161,9 @@ func (u *setup) choosePeers() error {
 
 // facts of the machine, for planning.
 func (u *setup) facts() planning.Machine {
-	return planning.Facts(u.devices.Machine, u.devices.Space, u.peers)
+	m := planning.Facts(u.devices.Machine, u.devices.Space, u.peers)
+	m.Relays = u.paths.relays
+	return m
 }
 
 // hardware is the planner's view of the machine: its memories, and the rates of the setting
@@ -162,6 +173,8 @@ func (u *setup) hardware() (h planner.Hardware, err error) {
 		h = u.facts().Assume()
 	} else if h, err = planning.LoadHardware(name); err != nil {
 		return h, err
+	} else {
+		planning.Over(&h, u.settings.Device.GPU, u.relayNumbers())
 	}
 	gpu, host, err := u.devices.Usages()
 	if err != nil {
@@ -236,6 +249,7 @@ func (u *setup) applyPolicy() error {
 	}
 	r := &u.planned.Prediction
 	u.o.Log.Info("policy selected", "source", s.Plan.Policy, "batch", r.Policy.Batch, "prefill_tokens", r.Policy.PrefillTokens, "resident_experts", r.Policy.ResidentExperts, "ttft_s", r.TTFT(), "tpot_s", r.TPOT(), "decode_tok_s", r.DecodeTokS, "bound", string(r.Decode.Bound))
+	u.usePaths(r.Policy.HostPaths)
 	return s.Put(u.planned.Settings)
 }
 
@@ -321,6 +335,9 @@ func (u *setup) budget() (sizing.KVFit, error) {
 	if err := u.shareMemory(fit); err != nil {
 		return fit, err
 	}
+	if err := u.checkRelays(); err != nil {
+		return fit, err
+	}
 	peers, err := u.borrowable()
 	if err != nil {
 		return fit, err
@@ -367,11 +384,11 @@ func (u *setup) together() error {
 // need: all emulated memory is this machine's. The rest counts as used by other processes.
 func (u *setup) shareMemory(fit sizing.KVFit) error {
 	have, ok := u.devices.Shared()
-	if !ok || u.devices.Limiter == nil || len(u.borrowed()) == 0 {
+	if !ok || u.devices.Limiter == nil || len(u.lending()) == 0 {
 		return nil
 	}
-	left := u.needs.Left(have, fit, len(u.borrowed()))
-	for _, p := range u.borrowed() {
+	left := u.needs.Left(have, fit, len(u.lending()))
+	for _, p := range u.lending() {
 		usage, err := u.devices.Machine.Usage(p)
 		if err != nil {
 			return err
@@ -404,7 +421,7 @@ func (u *setup) budgets() ([]sizing.PeerBudget, error) {
 		if err != nil {
 			return nil, err
 		}
-		all = append(all, sizing.NewPeerBudget(p, usage, sizing.Headroom(room, top, p), u.footprint.ExpertBytes()))
+		all = append(all, sizing.NewPeerBudget(p, usage, sizing.Headroom(room, top, p), u.paths.kept(p), u.footprint.ExpertBytes()))
 	}
 	return all, nil
 }

@@ -21,6 +21,7 @@ import (
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/tools/fixtures"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // stressed are requests that use every parameter, and what each gives alone with nothing
@@ -160,7 +161,7 @@ func TestStress(t *testing.T) {
 		}
 		return n
 	}
-	cases, seed := number("MOESERVE_STRESS_CASES", 12), number("MOESERVE_STRESS_SEED", 1)
+	cases, seed := number("MOESERVE_STRESS_CASES", racedetector.Fewer(12, 5)), number("MOESERVE_STRESS_SEED", 1)
 	all := map[string]*stressed{}
 	var preempted, retried, revoked int64
 	for i := range cases {

@@ -6,7 +6,6 @@ import (
 	"maps"
 	"net"
 	"net/http"
-	"net/url"
 	"slices"
 	"strconv"
 	"strings"
@@ -19,6 +18,9 @@ func (s *Server) addAdmin() {
 		"/harvest/reclaim":    {http.MethodPost: route{handle: s.harvest}},
 		"/harvest/borrowed":   {http.MethodGet: route{handle: s.harvest}},
 		"/reset_prefix_cache": {http.MethodPost: route{handle: s.resetPrefixCache}},
+		"/sleep":              {http.MethodPost: route{handle: s.sleep}},
+		"/wake_up":            {http.MethodPost: route{handle: s.wakeUp}},
+		"/is_sleeping":        {http.MethodGet: route{handle: s.isSleeping}},
 	}
 	s.admin = maps.Clone(acting)
 	for path, r := range s.routes {
@@ -53,35 +55,28 @@ func (s *Server) harvest(w *response, r *http.Request) error {
 // nothing.
 func (s *Server) resetPrefixCache(w *response, r *http.Request) error {
 	const external = "reset_external"
-	m, err := s.current()
-	if err != nil {
+	if _, err := s.current(); err != nil {
 		return err
 	}
 	set, err := flags(r, external, "reset_running_requests")
 	if err != nil {
 		return err
 	}
-	m.Engine.ResetPrefixCache(set[external])
+	for _, m := range s.all() {
+		m.Engine.ResetPrefixCache(set[external])
+	}
 	w.WriteHeader(http.StatusOK)
 	return nil
 }
 
-// flags parses the parameters of a request's URL, which are true or false. One that is unknown is an
-// error: who misspells it would take the response for success.
+// flags parses the parameters of a request's URL, which are true or false.
 func flags(r *http.Request, known ...string) (map[string]bool, error) {
-	query, err := url.ParseQuery(r.URL.RawQuery)
+	query, err := parameters(r, known...)
 	if err != nil {
-		return nil, badRequest("", "invalid_value", "The URL's query is invalid: %s.", truncate(err.Error()))
+		return nil, err
 	}
 	set := map[string]bool{}
 	for _, name := range slices.Sorted(maps.Keys(query)) {
-		if !slices.Contains(known, name) {
-			these := "there are none here"
-			if len(known) > 0 {
-				these = "those of this URL are " + strings.Join(known, " and ")
-			}
-			return nil, badRequest(truncate(name), "unknown_parameter", "Unrecognized URL parameter supplied: %s; %s.", truncate(name), these)
-		}
 		value := query[name]
 		if set[name], err = strconv.ParseBool(value[0]); err != nil || len(value) > 1 {
 			return nil, badRequest(name, "invalid_value", "Invalid value for '%s': it must be true or false, once.", name)

@@ -93,7 +93,7 @@ func TestRefusalIsCheap(t *testing.T) {
 	s := server.New(server.Options{})
 	model := *start(t, options{loading: true}).model
 	model.Engine = broken{}
-	s.SetModel(&model)
+	s.SetModels(&model)
 	const size = 12 << 20
 	many := func(item string) string { return list(size/(len(item)+1), item) }
 	hi := `{"messages": [{"role": "user", "content": "x"}], `

@@ -1,7 +1,9 @@
 // Package server serves the OpenAI API over HTTP: completions and chat
 // completions, whole or as server-sent events, the list of models, and beside them
 // vLLM's tokenize and detokenize, health, load, version and Prometheus metrics, and, for
-// operators, /debug/residency and the stream of /debug/events.
+// operators, /debug/residency and the stream of /debug/events, and on the admin address
+// what acts: sleep and wake, and the reset of caches. Several models can be served, each
+// found by its name.
 //
 // # What it is not
 //
@@ -36,5 +38,5 @@
 //	metrics := server.NewMetrics("built-in")
 //	s := server.New(server.Options{Metrics: metrics})
 //	go s.Serve(ctx, listener) // 503 until there is a model
-//	s.SetModel(&server.Model{Names: []string{"built-in"}, Engine: e, Tokenizer: tok, Template: tmpl, MaxModelLen: 256})
+//	s.SetModels(&server.Model{Names: []string{"built-in"}, Engine: e, Tokenizer: tok, Template: tmpl, MaxModelLen: 256})
 package server

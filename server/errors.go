@@ -49,7 +49,7 @@ const retrySoon = time.Second
 
 // packages are those that begin their errors with their names, which mean nothing to
 // clients and users.
-var packages = regexp.MustCompile(`(^|: |; )(?:(?:configs|device|dispatch|emulated|engine|eval|experts|forward|harvest|kvcache|metrics|models|node|peercache|pipeline|planner|lease|rebalancer|scheduler|server|tenants|transfer): )+`)
+var packages = regexp.MustCompile(`(^|: |; )(?:(?:configs|device|dispatch|emulated|engine|eval|experts|forward|harvest|kvcache|metrics|models|node|peercache|sleeping|pipeline|planner|lease|rebalancer|scheduler|server|tenants|transfer): )+`)
 
 // Message is an error as clients and users read it: in one short line of printable
 // characters, also where it has several causes or quotes a file, and without the names of
@@ -90,6 +90,8 @@ func asError(ctx context.Context, err error, prompt string) *Error {
 		}
 	case errors.Is(err, engine.ErrUnavailable):
 		return notNow(errCopies)
+	case errors.Is(err, engine.ErrPaused):
+		return &Error{Status: http.StatusServiceUnavailable, Type: unavailable, Code: "model_asleep", RetryAfter: retrySoon, Message: Message(err) + "; send the request again: it waits until the model is woken"}
 	case errors.Is(err, engine.ErrNoToken):
 		return &Error{Status: http.StatusInternalServerError, Type: serverError, Message: Message(err)}
 	case errors.Is(err, engine.ErrStopped), errors.Is(context.Cause(ctx), errStopping):

@@ -151,8 +151,8 @@ func (s *Server) events(w *response, r *http.Request) error {
 }
 
 // residency writes where every expert is.
-func (s *Server) residency(w *response, _ *http.Request) error {
-	m, err := s.current()
+func (s *Server) residency(w *response, r *http.Request) error {
+	m, err := s.inURL(r)
 	if err != nil {
 		return err
 	}
@@ -164,8 +164,8 @@ func (s *Server) residency(w *response, _ *http.Request) error {
 }
 
 // kv writes where KV blocks are.
-func (s *Server) kv(w *response, _ *http.Request) error {
-	m, err := s.current()
+func (s *Server) kv(w *response, r *http.Request) error {
+	m, err := s.inURL(r)
 	if err != nil {
 		return err
 	}

@@ -316,7 +316,7 @@ func TestLoading(t *testing.T) {
 	if message, kind, _, _ := failed(t, a); a.status != 503 || kind != "service_unavailable" || !strings.Contains(message, "still loading") {
 		t.Errorf("%d %s", a.status, a.body)
 	}
-	h.server.SetModel(h.model)
+	h.server.SetModels(h.model)
 	for _, path := range []string{"/health", "/ping", "/health/ready"} {
 		if a := h.send(http.MethodGet, path, ""); a.status != 200 {
 			t.Errorf("%s, loaded: %d %s", path, a.status, a.body)
@@ -770,7 +770,7 @@ func testFailingLink(t *testing.T) {
 func TestPanic(t *testing.T) {
 	var logged bytes.Buffer
 	s := server.New(server.Options{Log: slog.New(slog.NewTextHandler(&logged, nil))})
-	s.SetModel(&server.Model{Names: []string{"x"}, Engine: broken{}, Defaults: engine.DefaultParams()})
+	s.SetModels(&server.Model{Names: []string{"x"}, Engine: broken{}, Defaults: engine.DefaultParams()})
 	w := httptest.NewRecorder()
 	r := httptest.NewRequest(http.MethodPost, "/v1/completions", strings.NewReader(`{"prompt": [1]}`))
 	r.Header.Set("Content-Type", "application/json")
@@ -778,7 +778,7 @@ func TestPanic(t *testing.T) {
 	if w.Code != http.StatusBadRequest { // a model without context
 		t.Fatalf("%d %s", w.Code, w.Body)
 	}
-	s.SetModel(&server.Model{Names: []string{"x"}, Engine: broken{}, Defaults: engine.DefaultParams(), MaxModelLen: 10})
+	s.SetModels(&server.Model{Names: []string{"x"}, Engine: broken{}, Defaults: engine.DefaultParams(), MaxModelLen: 10})
 	w = httptest.NewRecorder()
 	r.Body = io.NopCloser(strings.NewReader(`{"prompt": [1]}`))
 	s.ServeHTTP(w, r)

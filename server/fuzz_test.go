@@ -44,7 +44,7 @@ func fuzz(f *testing.F, path string, seeds ...string) {
 		}
 	})
 	s := server.New(server.Options{MaxSamples: 16})
-	s.SetModel(&server.Model{
+	s.SetModels(&server.Model{
 		Names: []string{"tiny"}, Engine: hasty{n.Engine()}, Tokenizer: n.Text().Tokenizer, Template: n.Text().Template,
 		MaxModelLen: n.Info().Limits.MaxModelLen, Defaults: engine.DefaultParams(),
 	})

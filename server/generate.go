@@ -67,7 +67,7 @@ func (s *Server) generate(w *response, r *http.Request, m *Model, c *common, req
 		if err != nil {
 			return asError(ctx, err, a.promptParam())
 		}
-		jobs = append(jobs, s.o.Metrics.read(job, req.Params))
+		jobs = append(jobs, m.Metrics.read(job, req.Params))
 	}
 	if c.stream {
 		return s.stream(ctx, w, c, jobs, a)

@@ -113,7 +113,7 @@ func start(t testing.TB, o options) *harness {
 		o.change(h.model)
 	}
 	if !o.loading {
-		h.server.SetModel(h.model)
+		h.server.SetModels(h.model)
 	}
 	serving, stop := context.WithCancel(context.Background())
 	h.stop = stop

@@ -20,6 +20,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // question is a line of the built-in model's test set.
@@ -202,10 +203,7 @@ func testConcurrentClients(t *testing.T) {
 	count := &stepCount{calls: map[int][]func(){}}
 	h := start(t, options{pipes: true, node: node.Options{Settings: set, Listener: engine.Listener{StepFinished: count.step}}})
 
-	each := 2
-	if raceDetector {
-		each = 1 // a step takes ten times as long
-	}
+	each := racedetector.Fewer(2, 1)
 	var all []*asked
 	for i, q := range questions(t, each) {
 		prompt := fmt.Sprintf("%q", q.Prompt)

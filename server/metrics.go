@@ -20,7 +20,7 @@ import (
 
 // Metrics of a node. Requests have the names that routers know from vLLM.
 type Metrics struct {
-	own     []metrics.Collector // independent of the model
+	own     []metrics.Collector // of requests and the engine's state
 	state   *stateCollector     // one of them
 	readers atomic.Int32        // requests for metrics in progress
 
@@ -58,7 +58,7 @@ var (
 // NewMetrics makes the metrics of a node that serves a model under a name.
 func NewMetrics(model string) *Metrics {
 	m := &Metrics{state: newStateCollector(model)}
-	m.own = []metrics.Collector{metrics.Runtime(), metrics.Process(), m.state}
+	m.own = []metrics.Collector{m.state}
 	histogram := func(d *metrics.Desc, bounds []float64) *metrics.Histogram {
 		h := metrics.NewHistogram(d, bounds)
 		m.own = append(m.own, h)
@@ -214,11 +214,33 @@ func (m *Metrics) setModel(of *Model) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.collectors = of.Collectors
-	m.state.engine.Store(&of.Engine)
+	m.state.model.Store(of)
+}
+
+// all are the collectors of one model: its requests', its engine's, and its own.
+func (m *Metrics) all() []metrics.Collector {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return slices.Concat(m.own, m.collectors)
+}
+
+// gather returns the collectors of the process and of all models. Where there are several, metrics that have
+// no name of a model get one.
+func (m *Metrics) gather(models []*Model) []metrics.Collector {
+	all := []metrics.Collector{metrics.Runtime(), metrics.Process()}
+	if len(models) < 2 {
+		return append(all, m.all()...)
+	}
+	for _, of := range models {
+		for _, c := range of.Metrics.all() {
+			all = append(all, metrics.WithLabel(c, "model_name", of.Names[0]))
+		}
+	}
+	return all
 }
 
 // write writes the current metrics.
-func (m *Metrics) write(w http.ResponseWriter, r *http.Request) error {
+func (m *Metrics) write(w http.ResponseWriter, r *http.Request, models []*Model, more []metrics.Collector) error {
 	defer m.readers.Add(-1)
 	if m.readers.Add(1) > maxReaders {
 		return &Error{
@@ -226,9 +248,7 @@ func (m *Metrics) write(w http.ResponseWriter, r *http.Request) error {
 			Message: "too many requests for metrics at the same time; retry later",
 		}
 	}
-	m.mu.Lock()
-	all := slices.Concat(m.own, m.collectors)
-	m.mu.Unlock()
+	all := append(m.gather(models), more...)
 	var text bytes.Buffer
 	if err := metrics.Write(&text, all...); err != nil {
 		return &Error{Status: http.StatusInternalServerError, Type: serverError, Message: Message(err)}
@@ -253,10 +273,10 @@ func (m *Metrics) write(w http.ResponseWriter, r *http.Request) error {
 // stateCollector reads the engine's state when metrics are read. Before there is one, nothing
 // runs or waits: routers read that as a server without load, and its health says that it loads.
 type stateCollector struct {
-	engine atomic.Pointer[Engine]
+	model atomic.Pointer[Model]
 
-	waiting, running, kv, config, preemptions, retries, lora *metrics.Desc
-	prefixQueries, prefixHits, externalQueries, externalHits *metrics.Desc
+	waiting, running, kv, config, preemptions, retries, lora, sleep *metrics.Desc
+	prefixQueries, prefixHits, externalQueries, externalHits        *metrics.Desc
 }
 
 func newStateCollector(model string) *stateCollector {
@@ -271,17 +291,32 @@ func newStateCollector(model string) *stateCollector {
 		externalQueries: desc("external_prefix_cache_queries_total", "Prompt tokens that the prefix cache does not have, and that were looked up in other tiers: those of each request once."),
 		externalHits:    desc("external_prefix_cache_hits_total", "Prompt tokens loaded from other tiers, which were not computed again."),
 		prefixHits:      desc("prefix_cache_hits_total", "Prompt tokens found in the prefix cache, which were not computed again."),
+		sleep:           desc("engine_sleep_state", "1 for the state of the model: awake, asleep with its weights in host memory (level 1), or without weights (level 2).", "sleep_state"),
 		retries:         metrics.NewDesc("moeserve_step_retries_total", "Steps tried again because a copy failed."),
 		lora: metrics.NewDesc("vllm:lora_requests_info", "When the metrics were read, in Unix seconds, for routers that look for LoRA adapters: there are none.",
 			"max_lora", "running_lora_adapters", "waiting_lora_adapters"),
 	}
 }
 
+// sleepStates are vLLM's names of the levels of sleep.
+var sleepStates = []string{"awake", "weights_offloaded", "discard_all"}
+
 // Collect implements metrics.Collector.
 func (c *stateCollector) Collect(to *metrics.Sink) {
 	var s engine.State
-	if e := c.engine.Load(); e != nil {
-		s = (*e).State()
+	if m := c.model.Load(); m != nil {
+		s = m.Engine.State()
+		level := 0
+		if m.Sleeper != nil {
+			level = m.Sleeper.Level()
+		}
+		for i, state := range sleepStates {
+			now := 0.0
+			if i == level {
+				now = 1
+			}
+			to.Gauge(c.sleep, now, state)
+		}
 		to.Gauge(c.config, 1, strconv.Itoa(s.BlockTokens), strconv.Itoa(s.KVMaxBlocks))
 	}
 	to.Gauge(c.waiting, float64(s.Waiting))

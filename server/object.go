@@ -62,6 +62,14 @@ func parseBody(body []byte) *object {
 	return o
 }
 
+// modelName is the member that names the model, before it is read; empty where it names none.
+func (o *object) modelName() (name string) {
+	if raw := o.members["model"]; kindOf(raw) == "a string" {
+		_ = json.Unmarshal(raw, &name) // what cannot be read is refused when it is
+	}
+	return name
+}
+
 // parse fills the members from data, which is a part of a body that parseBody has checked; what
 // names the object in errors.
 func (o *object) parse(data []byte, what string) {

@@ -16,25 +16,39 @@ func (s *Server) live(w *response, _ *http.Request) error {
 }
 
 // health is good while the model answers. As vLLM opens its port only then, what is written for
-// vLLM takes this for readiness.
+// vLLM takes this for readiness; as with vLLM a model that sleeps is in good health.
 func (s *Server) health(w *response, r *http.Request) error {
 	if _, err := s.current(); err != nil && s.failed.Load() == nil {
 		return err
 	}
-	if m := s.model.Load(); s.failed.Load() == nil && m.Engine.State().Failing != nil {
-		w.json(http.StatusOK, map[string]string{"status": "degraded", "reason": errCopies.Error()})
-		return nil
+	for _, m := range s.all() {
+		if s.failed.Load() != nil {
+			break
+		}
+		if m.asleep() {
+			w.json(http.StatusOK, map[string]string{"status": "sleeping", "reason": errAsleep.Error()})
+			return nil
+		}
+		if m.Engine.State().Failing != nil {
+			w.json(http.StatusOK, map[string]string{"status": "degraded", "reason": errCopies.Error()})
+			return nil
+		}
 	}
 	return s.live(w, r)
 }
 
-// ready is good while requests are accepted, and steps do not fail.
+// ready is good while requests are accepted and do not wait for a wake, and steps do not fail.
 func (s *Server) ready(w *response, r *http.Request) error {
 	if s.gate.isClosed() {
 		return notNow(errStopping)
 	}
-	if m := s.model.Load(); m != nil && m.Engine.State().Failing != nil {
-		return notNow(errCopies)
+	for _, m := range s.all() {
+		if m.asleep() {
+			return notNow(errAsleep)
+		}
+		if m.Engine.State().Failing != nil {
+			return notNow(errCopies)
+		}
 	}
 	return s.health(w, r)
 }
@@ -91,10 +105,10 @@ var elsewhere = []struct{ begins, message string }{
 	{"/pooling", "This server does not do embeddings."},
 	{"/tokenizer_info", "This server does not give out its tokenizer; use /tokenize and /detokenize."},
 	{"/server_info", "Use /version, /metrics and /debug/residency."},
-	{"/sleep", "This server does not sleep."},
-	{"/wake_up", "This server does not sleep."},
-	{"/is_sleeping", "This server does not sleep."},
-	{"/reset_prefix_cache", "It is on the admin address (--admin-address; \"same\" for this one)."},
+	{"/sleep", onAdmin},
+	{"/wake_up", onAdmin},
+	{"/is_sleeping", onAdmin},
+	{"/reset_prefix_cache", onAdmin},
 	{"/inference/v1/", "Use /v1/completions."},
 	{"/invocations", "Use /v1/completions or /v1/chat/completions."},
 	{"/generate", "Use /v1/completions."},
@@ -105,6 +119,9 @@ var elsewhere = []struct{ begins, message string }{
 	{"/completion", "The base URL of clients ends with /v1: use /v1/completions."},
 	{"/models", "The base URL of clients ends with /v1: use /v1/models."},
 }
+
+// onAdmin is said of paths of the admin address.
+const onAdmin = "It is on the admin address (--admin-address; \"same\" for this one)."
 
 // unknownURL is the error for a path that this server does not have.
 func unknownURL(method, path string) *Error {

@@ -74,8 +74,16 @@ type Model struct {
 	// Harvest serves requests of other processes for borrowed memory, on the admin address; nil:
 	// nothing is borrowed.
 	Harvest http.Handler
+	// Sleeper puts the model to sleep and wakes it, on the admin address; nil: it sleeps and wakes by
+	// itself.
+	Sleeper Sleeper
+	// Metrics that its requests are counted in. Default: the server's.
+	Metrics *Metrics
 	// Created is when the model became available.
 	Created time.Time
+
+	// others are served beside it.
+	others []*Model
 }
 
 // Options of a server.
@@ -175,8 +183,10 @@ type Server struct {
 	large   chan struct{}
 	// passed are the bytes of other bodies since then.
 	passed atomic.Int64
-	// model is nil until there is one.
-	model atomic.Pointer[Model]
+	// models are all that are served, the first one that of requests without a name; nil until there
+	// are any.
+	served atomic.Pointer[[]*Model]
+	turned atomic.Pointer[Turns] // nil: models take no turns
 	// failed is why the model cannot be served any more.
 	failed atomic.Pointer[error]
 }
@@ -219,6 +229,7 @@ func New(o Options) *Server {
 		"/metrics":             get(route{handle: s.metrics, open: true}),
 		"/debug/residency":     get(route{handle: s.residency}),
 		"/debug/kv":            get(route{handle: s.kv}),
+		"/debug/turns":         get(route{handle: s.turns}),
 		"/debug/events":        {http.MethodGet: route{handle: s.events}},
 	}
 	s.addAdmin()
@@ -228,10 +239,17 @@ func New(o Options) *Server {
 // modelPrefix stands for the models themselves, whose names may have slashes.
 const modelPrefix = "/v1/models/"
 
-// SetModel sets the model that is served, and makes the server ready.
-func (s *Server) SetModel(m *Model) {
-	s.model.Store(m)
-	s.o.Metrics.setModel(m)
+// SetModels sets the models that are served, and makes the server ready. Their names differ. Requests
+// that name no model are for the first.
+func (s *Server) SetModels(all ...*Model) {
+	for _, m := range all {
+		if m.Metrics == nil {
+			m.Metrics = s.o.Metrics
+		}
+		m.Metrics.setModel(m)
+		m.others = slices.DeleteFunc(slices.Clone(all), func(o *Model) bool { return o == m })
+	}
+	s.served.Store(&all)
 }
 
 // Fail reports that the model can no longer be served: health and all requests fail from now
@@ -424,16 +442,50 @@ func requestID(r *http.Request) string {
 	return hex.EncodeToString(b[:])
 }
 
-// current is the model, or why there is none.
+// all are the models, none while they are loading.
+func (s *Server) all() []*Model {
+	if p := s.served.Load(); p != nil {
+		return *p
+	}
+	return nil
+}
+
+// current is the model of requests that name none, or why there is none.
 func (s *Server) current() (*Model, error) {
 	if err := s.failed.Load(); err != nil {
 		return nil, &Error{Status: http.StatusInternalServerError, Type: serverError, Message: "the engine failed: " + Message(*err)}
 	}
-	m := s.model.Load()
-	if m == nil {
+	all := s.all()
+	if len(all) == 0 {
 		return nil, notNow(errors.New("the model is still loading"))
 	}
+	return all[0], nil
+}
+
+// inURL is the model that the URL's parameter "model" names, the first without.
+func (s *Server) inURL(r *http.Request) (*Model, error) {
+	m, err := s.current()
+	if err != nil {
+		return nil, err
+	}
+	name := r.URL.Query().Get("model")
+	if m = m.named(name); m.known(name) != nil {
+		return nil, m.known(name)
+	}
 	return m, nil
+}
+
+// named is the model of that name among all that are served with m; m if there is none.
+func (m *Model) named(name string) *Model {
+	if slices.Contains(m.Names, name) {
+		return m
+	}
+	for _, o := range m.others {
+		if slices.Contains(o.Names, name) {
+			return o
+		}
+	}
+	return m
 }
 
 // vocab is the maximum number of token ids in a list of different ones.
@@ -449,9 +501,11 @@ func (m *Model) known(name string) error {
 	if name == "" || slices.Contains(m.Names, name) {
 		return nil
 	}
-	quoted := make([]string, len(m.Names))
-	for i, n := range m.Names {
-		quoted[i] = strconv.Quote(n)
+	var quoted []string
+	for _, o := range append([]*Model{m}, m.others...) {
+		for _, n := range o.Names {
+			quoted = append(quoted, strconv.Quote(n))
+		}
 	}
 	return &Error{
 		Status: http.StatusNotFound, Type: invalidRequest, Param: "model", Code: "model_not_found",
@@ -504,7 +558,7 @@ func (s *Server) prepare(w *response, r *http.Request, do func(ctx context.Conte
 	if ctx.Err() != nil {
 		return asError(ctx, ctx.Err(), "")
 	}
-	return do(ctx, m, o)
+	return do(ctx, m.named(o.modelName()), o)
 }
 
 // prepared ends the use of a body.
@@ -565,7 +619,11 @@ func jsonBody(r *http.Request) error {
 
 func (s *Server) metrics(w *response, r *http.Request) error {
 	w.deadline()
-	return s.o.Metrics.write(w, r)
+	var more []metrics.Collector
+	if t := s.turned.Load(); t != nil {
+		more = []metrics.Collector{t.switches, t.copies}
+	}
+	return s.o.Metrics.write(w, r, s.all(), more)
 }
 
 type modelJSON struct {
@@ -581,13 +639,14 @@ func (m *Model) json(name string) modelJSON {
 }
 
 func (s *Server) models(w *response, _ *http.Request) error {
-	m, err := s.current()
-	if err != nil {
+	if _, err := s.current(); err != nil {
 		return err
 	}
-	data := make([]modelJSON, len(m.Names))
-	for i, name := range m.Names {
-		data[i] = m.json(name)
+	var data []modelJSON
+	for _, m := range s.all() {
+		for _, name := range m.Names {
+			data = append(data, m.json(name))
+		}
 	}
 	w.json(http.StatusOK, struct {
 		Object string      `json:"object"`
@@ -608,8 +667,8 @@ func (s *Server) modelByName(w *response, r *http.Request) error {
 			Message: "There is no model of an empty name; /v1/models lists the models.",
 		}
 	}
-	if err := m.known(name); err != nil {
-		return err
+	if m = m.named(name); m.known(name) != nil {
+		return m.known(name)
 	}
 	w.json(http.StatusOK, m.json(name))
 	return nil

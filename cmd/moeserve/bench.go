@@ -30,7 +30,7 @@ func newBench(s *streams) *cobra.Command {
 		Args:  commandName,
 		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	cmd.AddCommand(newBenchThroughput(s), newBenchSweep(s), newBenchServe(s), newBenchTransfer(s), newBenchKV(s), newBenchPrefix(s), newBenchFairness(s))
+	cmd.AddCommand(newBenchThroughput(s), newBenchSweep(s), newBenchServe(s), newBenchTransfer(s), newBenchMultipath(s), newBenchKV(s), newBenchPrefix(s), newBenchFairness(s), newBenchSleep(s))
 	return cmd
 }
 
@@ -131,7 +131,7 @@ func (b *benchmark) follow() *progress {
 func cellWords(c eval.Cell, number, cells int) string {
 	what := "nothing offloaded"
 	if c.Tier != configs.NoTier {
-		what = fmt.Sprintf("%v %% offloaded, %s", 100*c.Fraction, c.Tier)
+		what = fmt.Sprintf("%v %% offloaded, %s", 100*c.Fraction, c.Line())
 	}
 	if cells > 1 {
 		return fmt.Sprintf("cell %d of %d: %s", number, cells, what)
@@ -196,6 +196,7 @@ type benchmark struct {
 	options  eval.Options
 	hardware *planner.Hardware // that the user named
 	opened   bool              // a node, so that it warns of what the next would warn of, too
+	sweep    bool              // cells without AllPaths use one path from the host
 }
 
 // newBenchmark reads the prompts, and sizes the settings for them as one batch.
@@ -271,6 +272,9 @@ func readHardware(name string) (*planner.Hardware, error) {
 func (b *benchmark) open(ctx context.Context, c eval.Cell) (eval.Node, error) {
 	set := b.set.Settings
 	set.Offload.Fraction, set.Offload.Tier = c.Fraction, c.Tier
+	if b.sweep && c.Tier == configs.HostTier && !c.AllPaths {
+		set.Device.HostPaths = "1"
+	}
 	if c.Tier == configs.NoTier {
 		set.Offload.Tier = configs.HostTier
 	}

@@ -76,6 +76,10 @@ func benchSweep(ctx context.Context, s *streams, set *settings, o *sweepOptions)
 	if err != nil {
 		return usagef("--tiers: %w", err)
 	}
+	paths, err := node.HostPaths(&set.Settings)
+	if err != nil {
+		return err
+	}
 	files, err := o.files()
 	if err != nil {
 		return err
@@ -94,10 +98,11 @@ func benchSweep(ctx context.Context, s *streams, set *settings, o *sweepOptions)
 	if err != nil {
 		return err
 	}
+	b.sweep = true
 	config["sha256 of the prompts"] = fmt.Sprintf("%x", eval.Digest(b.options.Prompts))
 	p := b.follow()
 	defer p.end()
-	sweep := eval.SweepOptions{Options: b.options, Cells: eval.Cells(fractions, tiers), Open: b.open}
+	sweep := eval.SweepOptions{Options: b.options, Cells: eval.Cells(fractions, tiers, paths), Open: b.open}
 	if o.resume == "" {
 		if sweep.Shared, err = b.fitTogether(len(sweep.Cells)); err != nil {
 			return err

@@ -15,6 +15,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/eval"
+	"github.com/moeserve/moeserve/eval/multipath"
 	"github.com/moeserve/moeserve/node/bench"
 	"github.com/moeserve/moeserve/node/devices"
 	"github.com/moeserve/moeserve/node/fault"
@@ -30,6 +31,7 @@ type transferOptions struct {
 	largest, repetitions int
 	calibrate, csv       string
 	plots                []string
+	links                bool
 }
 
 func newBenchTransfer(s *streams) *cobra.Command {
@@ -45,12 +47,19 @@ of copies that are queued back to back.
 --plot draws latency over size, with models named at the size of one of their
 experts, and the ratio of host to peer.
 
---calibrate writes the rates as hardware for --hardware. What copies do not show
-(memory sizes, compute rates) comes from --hardware, or from the devices where it is
-known.
+--calibrate writes the rates as hardware for --hardware. With --peers it also finds how
+copies between host and GPU use the links of the peers best: which of them pay as relays,
+the sizes of chunks and from which size of a copy on relays are used, and which links
+share a rate. What copies do not show (memory sizes, compute rates) comes from
+--hardware, or from the devices where it is known.
+
+--links measures every link of the GPU and its --peers in place of sizes: host to GPU,
+GPU to host, GPU to GPU, each alone and all at once, which is the most that copies over
+several links can reach.
 
 Ctrl-C ends the measurement with the sizes that are done.`,
-		Example: `  moeserve bench transfer --device cuda --peers 1 --hardware h200 \
+		Example: `  moeserve bench transfer --device cuda --peers 1,2,3 --links
+  moeserve bench transfer --device cuda --peers 1 --hardware h200 \
       --calibrate here.json
   moeserve bench transfer \
       --emulate virtual,pcie=55.3GB/s,nvlink=395GB/s,latency=8us`,
@@ -60,11 +69,15 @@ Ctrl-C ends the measurement with the sizes that are done.`,
 			if err != nil {
 				return err
 			}
+			if o.links {
+				return benchLinks(cmd.Context(), s, set, &o)
+			}
 			return benchTransfer(cmd.Context(), s, set, &o)
 		},
 	}
 	addSettings(cmd.Flags(), configs.For("bench transfer"))
 	f := cmd.Flags()
+	f.BoolVar(&o.links, "links", false, "measure the rate of every link, alone and all at once")
 	f.IntVar(&o.largest, "largest-mib", 336, "maximum size of copies, in `MiB`")
 	f.IntVar(&o.repetitions, "repetitions", 10, "`NUMBER` of single copies whose median is the latency")
 	f.Var((*pathValue)(&o.calibrate), "calibrate", "write the measured hardware to a JSON file")
@@ -131,16 +144,75 @@ func benchTransfer(ctx context.Context, s *streams, set *settings, o *transferOp
 		s.notice(&set.Output, "the sizes that were measured follow; no plot and no calibration")
 		formats, o.plots, o.calibrate = nil, nil, ""
 	}
-	r := &eval.TransferResult{Run: run, Machine: d.machine, Points: points}
-	written := writeAll(s, res, r, o.files(r, formats, base), func(w io.Writer) error { return eval.WriteTransferTable(w, r) })
+	r := &transferResult{TransferResult: eval.TransferResult{Run: run, Machine: d.machine, Points: points}}
+	if o.calibrate != "" && len(d.relays) > 0 && !r.Unpaced() {
+		if r.Multipath, interrupted = d.calibrateMultipath(ctx, s, set); interrupted != nil {
+			s.notice(&set.Output, "the sizes that were measured follow; no calibration")
+			o.calibrate = ""
+		}
+	}
+	written := writeAll(s, res, r, o.files(r, formats, d, base), r.table)
 	return errors.Join(written, interrupted)
+}
+
+// transferResult is a measurement of copies, with a calibration of several links where there is one.
+type transferResult struct {
+	eval.TransferResult
+	Multipath *multipath.Calibration `json:"multipath,omitempty"`
+}
+
+func (r *transferResult) table(w io.Writer) error {
+	err := eval.WriteTransferTable(w, &r.TransferResult)
+	if err == nil && r.Multipath != nil {
+		_, err = io.WriteString(w, r.Multipath.Table())
+	}
+	return err
+}
+
+// calibrateMultipath measures copies over the links of all peers.
+func (c *copied) calibrateMultipath(ctx context.Context, s *streams, set *settings) (*multipath.Calibration, error) {
+	m := multipath.Options{Machine: c.Machine, GPU: c.Space, Relays: c.relays}
+	if !c.Real() {
+		m = m.Small()
+	}
+	if err := c.CheckFree(m.Needs()); err != nil {
+		return nil, fmt.Errorf("the calibration of several links: %w; leave --peers out (none) to calibrate one", err)
+	}
+	p := s.progress(&set.Output, false)
+	defer p.end()
+	m.Progress = partProgress(p)
+	return multipath.Calibrate(ctx, m)
+}
+
+// number is the driver's number of a GPU's memory, or that of an emulated GPU.
+func (c *copied) number(space string) int {
+	for i := range c.Machine.Topology().GPUs {
+		switch {
+		case device.HBM(i).String() != space:
+		case c.Real():
+			return c.GPUs[i]
+		default:
+			return i
+		}
+	}
+	return -1 // no GPU: the calibration is refused
+}
+
+// benchLinks measures all links.
+func benchLinks(ctx context.Context, s *streams, set *settings, o *transferOptions) error {
+	if o.calibrate != "" || o.csv != "" || len(o.plots) > 0 {
+		return usagef("--links has no --calibrate, --csv or --plot: leave one out")
+	}
+	m := multipathOptions{parts: []string{string(multipath.LinksPart)}, size: "64MiB", linkSize: "64MiB", chunkSize: "4MiB", depths: []int{1}, rounds: min(o.repetitions, maxRounds)}
+	return benchMultipath(ctx, s, set, &m)
 }
 
 // copied are devices whose copies are measured.
 type copied struct {
 	*devices.Devices
-	// peer is the first peer; device.Host: there is none.
-	peer device.Space
+	// peer is the first peer; device.Host: there is none. relays are all of them.
+	peer   device.Space
+	relays []device.Space
 	// machine describes them.
 	machine eval.Machine
 }
@@ -162,7 +234,7 @@ func openCopied(s *streams, set *settings, hardware *planner.Hardware) (_ *copie
 	if err != nil {
 		return nil, errors.Join(fault.Of(fault.ErrConfig, err), d.Close())
 	}
-	c := &copied{Devices: d, machine: bench.Machine(planning.Facts(d.Machine, d.Space, peers), &set.Device, hardware)}
+	c := &copied{Devices: d, relays: peers, machine: bench.Machine(planning.Facts(d.Machine, d.Space, peers), &set.Device, hardware)}
 	if len(peers) > 0 {
 		c.peer = peers[0]
 	}
@@ -192,16 +264,22 @@ func (c *copied) calibrationBase(named *planner.Hardware, path string) (*planner
 }
 
 // files are those that a measurement writes.
-func (o *transferOptions) files(r *eval.TransferResult, formats []string, base *planner.Hardware) []outputFile {
+func (o *transferOptions) files(r *transferResult, formats []string, d *copied, base *planner.Hardware) []outputFile {
 	var files []outputFile
 	for i, path := range o.plots {
-		files = append(files, outputFile{path, func(w io.Writer) error { return eval.PlotTransfer(w, formats[i], r) }})
+		files = append(files, outputFile{path, func(w io.Writer) error { return eval.PlotTransfer(w, formats[i], &r.TransferResult) }})
 	}
 	if o.csv != "" {
-		files = append(files, outputFile{o.csv, func(w io.Writer) error { return eval.WriteTransferCSV(w, r) }})
+		files = append(files, outputFile{o.csv, func(w io.Writer) error { return eval.WriteTransferCSV(w, &r.TransferResult) }})
 	}
 	if o.calibrate != "" {
-		files = append(files, calibrated(o.calibrate, &r.Run, base, func(c eval.Calibration) (planner.Hardware, error) { return eval.Calibrate(r, c) }))
+		files = append(files, calibrated(o.calibrate, &r.Run, base, func(c eval.Calibration) (planner.Hardware, error) {
+			h, err := eval.Calibrate(&r.TransferResult, c)
+			if err == nil && r.Multipath != nil {
+				err = r.Multipath.Put(&h, &r.Machine, d.number)
+			}
+			return h, err
+		}))
 	}
 	return files
 }

@@ -11,6 +11,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/moeserve/moeserve/tools/fixtures"
 )
 
 // golden compares text with a file of testdata/golden; -update writes that.
@@ -91,6 +93,7 @@ func TestResultsAreReported(t *testing.T) {
 		"benchkv":    {"bench", "kv", "--emulate", "virtual,nodata,pcie=1GB/s,nvlink=5GB/s,latency=8us", "--entries", "100", "--repetitions", "1"},
 		"kvcopies":   {"bench", "kv", "--copy-method", "both", "--emulate", "virtual,nodata,pcie=1GB/s,nvlink=5GB/s,latency=8us", "--copy-sizes", "4KiB", "--copy-blocks", "3", "--repetitions", "1"},
 		"prefix":     {"bench", "prefix", "--emulate", "virtual,nodata,hbm=256MiB,pcie=1GB/s", "--lengths", "16", "--places", "hbm,host,nowhere", "--repetitions", "1"},
+		"sleep":      {"bench", "sleep", "built-in", "--emulate", "virtual,hbm=256MiB,pcie=1GB/s", "--repetitions", "1", "--model", fixtures.Dir(t, fixtures.Names(t)[0])},
 		"plan":       {"plan", "--model", "mixtral-8x7b", "--hardware", "h200", "--offload-fraction", "0.5", "--peers", "1"},
 		"inspect":    {"inspect", "--offload-fraction", "0.5", "--emulate", "hbm=256MiB"},
 	} {

@@ -46,7 +46,10 @@ func (h *helpPrinter) print(out io.Writer, cmd *cobra.Command) {
 		text = cmd.Short
 	}
 	for paragraph := range strings.SplitSeq(text, "\n\n") {
-		fmt.Fprintln(out, strings.Join(wrap(paragraph, helpWidth), "\n")+"\n")
+		if !strings.HasPrefix(paragraph, "  ") { // lists are as they are
+			paragraph = strings.Join(wrap(paragraph, helpWidth), "\n")
+		}
+		fmt.Fprintln(out, paragraph+"\n")
 	}
 	usage := cmd.UseLine()
 	if cmd.HasAvailableSubCommands() {

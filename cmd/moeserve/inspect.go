@@ -99,6 +99,7 @@ type inspectResult struct {
 	Placement       []layerTiers   `json:"placement"`
 	Memory          []demandResult `json:"memory"`
 	Peers           []peerResult   `json:"peers"`
+	HostPaths       hostPaths      `json:"host_paths"`
 	KVBlocks        int            `json:"kv_blocks"`
 	KVBlockBytes    int64          `json:"kv_block_bytes"`
 	KVTiers         []kvTierResult `json:"kv_tiers"`
@@ -127,6 +128,14 @@ type peerResult struct {
 	Experts  int    `json:"experts"`
 }
 
+// hostPaths are the links that copies from and to the host go over.
+type hostPaths struct {
+	Paths int `json:"paths"`
+	// Relays are the GPUs of those beside the computing GPU's own, each of which keeps BufferBytes.
+	Relays      []int `json:"relays"`
+	BufferBytes int64 `json:"buffer_bytes"`
+}
+
 // kvTierResult is a tier of KV blocks, and what of the host's memory it takes.
 type kvTierResult struct {
 	Medium    string `json:"medium"`
@@ -150,7 +159,8 @@ func newInspectResult(set *settings, in *node.Inspection) *inspectResult {
 		ExpertBytes: z.ExpertBytes, AllExpertBytes: z.Experts, DenseBytes: z.Other, KVTokenBytes: z.KVPerToken,
 		OffloadFraction: set.Offload.Fraction, Local: in.Resident, Offloaded: in.Offloaded,
 		Placement: []layerTiers{}, Peers: []peerResult{}, KVTiers: []kvTierResult{},
-		KVBlocks: in.KV.Blocks, KVBlockBytes: in.KVBlockBytes, MaxModelLen: in.KV.MaxModelLen, Fits: in.Problem == nil,
+		HostPaths: hostPaths{1 + len(in.Relays), append([]int{}, in.Relays...), in.RelayBytes},
+		KVBlocks:  in.KV.Blocks, KVBlockBytes: in.KVBlockBytes, MaxModelLen: in.KV.MaxModelLen, Fits: in.Problem == nil,
 		RunsHere: in.Problem == nil && in.RunsHere == nil,
 	}
 	for _, l := range in.Placement {
@@ -219,6 +229,9 @@ func printInspection(out io.Writer, set *settings, in *node.Inspection) error {
 		}
 		t.line("%s\t%s can lend %s, %d experts (of %s: %s used by other processes, %s headroom)",
 			label, p.Space, sizing.Bytes(p.Spare), p.Experts, sizing.Bytes(p.Capacity), sizing.Bytes(p.Other), sizing.Bytes(p.Headroom))
+	}
+	if n := len(in.Relays); n > 0 {
+		t.line("host paths\t%d: the GPU's own link, and those of relays %s, which keep %s of each", n+1, strings.Trim(fmt.Sprint(in.Relays), "[]"), sizing.Bytes(in.RelayBytes))
 	}
 	t.line("")
 	if in.Problem != nil {

@@ -24,6 +24,7 @@ import (
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/node/fault"
 	"github.com/moeserve/moeserve/tools/fixtures"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // TestMain puts this test binary on the PATH as moeserve, for scripts and for the
@@ -49,7 +50,7 @@ func TestScripts(t *testing.T) {
 		},
 		Condition: func(name string) (bool, error) {
 			if name == "race" {
-				return raceDetector, nil
+				return racedetector.Enabled, nil
 			}
 			return false, fmt.Errorf("there is no condition %q", name)
 		},

@@ -368,6 +368,9 @@ func printPlan(out io.Writer, p *planning.Planned, command []string) error {
 	if x.KVOnHost > 0 {
 		onHost = fmt.Sprintf(", %.0f %% of it in host memory", 100*x.KVOnHost)
 	}
+	if x.HostPaths > 1 {
+		peers += fmt.Sprintf(", copied from there over %d links", x.HostPaths)
+	}
 	t.line("\t%d resident experts, %d in host memory%s", x.ResidentExperts, m.ExpertCount()-x.ResidentExperts, peers)
 	t.line("\tKV cache of %s tokens%s, %s of them for this batch", grouped(int64(p.KVTokens)), onHost, grouped(int64(p.KVBlocks)*int64(p.KVBlockTokens)))
 	if p.MaxModelLen < p.Context {
@@ -416,13 +419,22 @@ func printPlan(out io.Writer, p *planning.Planned, command []string) error {
 
 func printHardware(t *table, h *planner.Hardware) {
 	t.line("hardware\t%s: %s at %s, %s", untrusted.Name(h.Name), sizing.Bytes(h.GPUMemory), byteRate(h.GPUMemoryRate), flopRate(h.GPUFlops))
-	t.line("\thost: %s at %s, %s; link %s", sizing.Bytes(h.HostMemory), byteRate(h.HostMemoryRate), flopRate(h.CPUFlops), byteRate(h.HostToGPU[0]))
+	t.line("\thost: %s at %s, %s; link %s", sizing.Bytes(h.HostMemory), byteRate(h.HostMemoryRate), flopRate(h.CPUFlops), hostRates(h))
 	if h.PeerMemory > 0 {
 		t.line("\tpeers: %s may be borrowed; link %s", sizing.Bytes(h.PeerMemory), byteRate(h.PeerToGPU))
 	}
 	if h.Sources["gpu_flop_per_s"] == planning.Assumed || h.Sources["host_to_gpu_bytes_per_s"] == planning.Assumed {
 		t.line("\tunknown rates are assumed; --hardware, or --emulate with rates, sets them")
 	}
+}
+
+// hostRates prints the rates from the host over one link, and over more.
+func hostRates(h *planner.Hardware) string {
+	text := byteRate(h.HostToGPU[0])
+	if n := len(h.HostToGPU); n > 1 {
+		text += fmt.Sprintf(", %s over %d links (--host-paths)", byteRate(h.HostToGPU[n-1]), n)
+	}
+	return text
 }
 
 // saturation prints the saturation points: of peers and host together where that differs

@@ -21,6 +21,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/node/sizing"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 var update = flag.Bool("update", false, "write what is generated: golden files, docs/reference, the output in README.md")
@@ -133,10 +134,10 @@ func runBlock(t *testing.T, b codeBlock, fixture, ignored string) {
 	if !strings.Contains(script, "moeserve ") {
 		t.Errorf("a block that does not call moeserve:\n%s", script)
 	}
-	if raceDetector && strings.Contains(script, "phi-tiny-moe") {
+	if racedetector.Enabled && strings.Contains(script, "phi-tiny-moe") {
 		return // 0.7 GB of weights
 	}
-	if raceDetector && strings.Contains(script, "moeserve bench") {
+	if racedetector.Enabled && strings.Contains(script, "moeserve bench") {
 		return // minutes in all: the tests of these commands run under it, too
 	}
 	script = regexp.MustCompile(`/models/[\w.-]+`).ReplaceAllLiteralString(script, fixture)

@@ -91,9 +91,13 @@ var endpoints = map[string]string{
 	"/metrics":             "GET: [metrics](metrics.md) for Prometheus; needs no key",
 	"/debug/residency":     "GET: where every expert is ([fields](json.md#debugresidency))",
 	"/debug/kv":            "GET: where KV blocks are ([fields](json.md#debugresidency), those of `kv`)",
+	"/debug/turns":         "GET: how several models take turns: which is awake, what runs and waits for each, and how long the last switch took ([fields](json.md#debugturns)); 404 with one model. Of several models `/debug/residency` and `/debug/kv` show the first, or that of `?model=NAME`",
 	"/debug/events":        "GET: changes of that, as server-sent events ([fields](json.md#debugevents))",
 	"/harvest/reclaim":     "POST: releases borrowed memory of a GPU; only on `--admin-address` ([peers](../guide/peers.md#a-process-that-needs-more))",
 	"/reset_prefix_cache":  "POST: drops the cached prefixes that no running request uses, with `?reset_external=true` those of other tiers, too (vLLM; `reset_running_requests` is accepted and changes nothing, as what running requests have is not found after a reset); only on `--admin-address`",
+	"/sleep":               "POST: puts the model to sleep: its GPU memory, and what it has borrowed of peers, is free for others. `?level=1` (the default): weights go to pinned host memory; `?level=2`: they are loaded again by the wake. `?mode=` says what becomes of running requests: `abort` (the default; they end with an error), `wait` (they finish first), `keep` (they go on after the wake). Requests that come later wait (vLLM); only on `--admin-address`",
+	"/wake_up":             "POST: wakes the model; with `?tags=weights` or `?tags=kv_cache` only that part of its memory, and requests run when all of it is awake (vLLM); only on `--admin-address`",
+	"/is_sleeping":         "GET: `{\"is_sleeping\": true}` while any of the model's memory is released (vLLM); only on `--admin-address`",
 	"/harvest/borrowed":    "GET: what is borrowed of each GPU; only on `--admin-address`",
 }
 

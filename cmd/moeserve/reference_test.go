@@ -23,6 +23,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/node/devices"
 	"github.com/moeserve/moeserve/planner"
+	"github.com/moeserve/moeserve/tools/fixtures"
 )
 
 // The pages of docs/reference are generated: from the schema of settings, the commands, the
@@ -198,7 +199,14 @@ func TestReferenceMetrics(t *testing.T) {
 	about := regexp.MustCompile(`^# (HELP|TYPE) (\S+) (.*)\n$`)
 	sample := regexp.MustCompile(`^([a-zA-Z0-9_:]+)\{(.*)\} `)
 	label := regexp.MustCompile(`(\w+)="((?:[^"\\]|\\.)*)"`)
-	for line := range strings.Lines(p.get(t, "/metrics")) {
+	var switches strings.Builder // which only a server with several models has
+	both := startServe(t, "--model", "built-in", "--model", fixtures.Dir(t, fixtures.Names(t)[0]), "--emulate", "hbm=256MiB")
+	for line := range strings.Lines(both.get(t, "/metrics")) {
+		if strings.Contains(line, "moeserve_model_switch") {
+			switches.WriteString(line)
+		}
+	}
+	for line := range strings.Lines(p.get(t, "/metrics") + switches.String()) {
 		if m := about.FindStringSubmatch(line); m != nil && m[1] == "HELP" {
 			of(m[2]).help = m[3]
 		} else if m != nil {
@@ -260,11 +268,14 @@ func TestReferenceJSON(t *testing.T) {
 		{"plan", "plan --json", "One object for a plan. `--policy` reads it.", "cmd/moeserve", "planResult"},
 		{"inspect", "inspect --json", "One object for a model and a machine.", "cmd/moeserve", "inspectResult"},
 		{"throughput", "bench throughput --json, bench sweep --json", "`bench throughput` writes one object, `bench sweep` an array with one for each fraction and tier.", "eval", "Result"},
-		{"transfer", "bench transfer --json", "One object for a measurement of copies.", "eval", "TransferResult"},
+		{"transfer", "bench transfer --json", "One object for a measurement of copies.", "cmd/moeserve", "transferResult"},
+		{"multipath", "bench multipath --json, bench transfer --links --json", "One object for a measurement of copies over several links, with a field for each part.", "eval/multipath", "Result"},
 		{"kv", "bench kv --json", "One object for a measurement of loads of KV blocks, or with `--copy-method` of copies by block size.", "eval/kv", "Result"},
 		{"prefix", "bench prefix --json", "One object for a measurement of what a prompt's KV cache is worth.", "eval/prefix", "Result"},
 		{"fairness", "bench fairness --json", "One object for a measurement of scheduling policies.", "eval/fairness", "Result"},
+		{"sleep", "bench sleep --json", "One object for a measurement of sleep and wake.", "eval/sleep", "Result"},
 		{"residency", "/debug/residency", "`GET /debug/residency` of a server: where every expert is now, what is borrowed of each peer, and where KV blocks are. `GET /debug/kv` has the object `kv` alone.", "node/observe", "Residency"},
+		{"turns", "/debug/turns", "`GET /debug/turns` of a server with several models: which is awake, and what waits for each.", "node/turns", "State"},
 		{"events", "/debug/events", "`GET /debug/events` of a server streams one object for each allocation, revocation and move (server-sent events). Fields that say nothing of an event are absent.", "node/observe", "Event"},
 		{"hardware", "Hardware file", "`--hardware FILE` reads it, `bench transfer --calibrate FILE` and `bench kv --calibrate FILE` write it. `\"base\": \"PROFILE\"` takes what is absent from a [profile](presets.md#hardware).", "planner", "Hardware"},
 		{"policy", "Policy file", "`--policy FILE` reads an object with these fields, or one that has it as `policy`, as `plan --json` writes. `batch` and `resident_experts` are required.", "planner", "Policy"},

@@ -83,6 +83,10 @@ type linkReport struct {
 	// Retries and Failed of both.
 	Retries int64 `json:"retries"`
 	Failed  int64 `json:"failed"`
+	// RelayedBytes were carried for copies of other GPUs, for the completion; Retired: the link failed
+	// and carries no more of them.
+	RelayedBytes int64 `json:"relayed_bytes"`
+	Retired      bool  `json:"relay_retired"`
 }
 
 // newRunResult puts together a completion and the reports before and after it.
@@ -120,6 +124,7 @@ func newLinkReport(before, now observe.Link, took time.Duration) linkReport {
 		Source: now.From.String(), Destination: now.To.String(),
 		LoadCopies: before.Copies, LoadBytes: before.Bytes, Copies: now.Copies - before.Copies, Bytes: now.Bytes - before.Bytes,
 		BusySeconds: (now.Busy - before.Busy).Seconds(), Retries: now.Retries, Failed: now.Failed,
+		RelayedBytes: now.RelayedBytes - before.RelayedBytes, Retired: now.Retired,
 	}
 	if could := now.BytesPerSecond * took.Seconds(); could > 0 {
 		u := float64(l.Bytes) / could
@@ -183,8 +188,8 @@ func printReport(out io.Writer, res *runResult, verbose, hasText bool) error {
 	return t.print(out)
 }
 
-// summary answers what a user asks first, in at most ten lines, each a label and a text
-// behind a tab.
+// summary answers what a user asks first, in at most ten lines, and one more with KV tiers, each
+// a label and a text behind a tab.
 func (r *runResult) summary(hasText bool) []string {
 	p := &r.Report
 	lines := []string{"model\t" + p.Model + ", " + p.placement(), "device\t" + deviceInWords(p.Device, p.Backend, p.Emulated)}
@@ -204,7 +209,25 @@ func (r *runResult) summary(hasText bool) []string {
 		lines = append(lines, fmt.Sprintf("experts\thit rate %s: %s, %s (%d prefetched)",
 			percent(e.HitRate), plural(e.Hits, "hit"), plural(e.Misses, "miss"), e.Prefetched))
 	}
-	return append(append(lines, p.fetches()...), "memory\tpeak "+p.peaks())
+	lines = append(lines, p.fetches()...)
+	if len(p.KVTiers) > 0 {
+		lines = append(lines, "KV tier\t"+p.tiersUsed())
+	}
+	return append(lines, "memory\tpeak "+p.peaks())
+}
+
+// tiersUsed is what the KV tiers did, in blocks of theirs.
+func (p *runReport) tiersUsed() string {
+	var all []string
+	for i := range p.KVTiers {
+		k := &p.KVTiers[i]
+		text := fmt.Sprintf("%s: %s stored, %d loaded", k.Medium, plural(k.Offloaded, "block"), k.Reloaded)
+		if k.Offloaded+k.Reloaded == 0 {
+			text = k.Medium + ": not used"
+		}
+		all = append(all, text)
+	}
+	return strings.Join(all, "; ")
 }
 
 // placement is how many experts are offloaded.
@@ -362,6 +385,12 @@ func (p *runReport) details() []string {
 		}
 		if l.Retries+l.Failed > 0 {
 			line += fmt.Sprintf("; %d chunks retried, %d copies failed", l.Retries, l.Failed)
+		}
+		if l.RelayedBytes > 0 {
+			line += fmt.Sprintf("; %s relayed for other GPUs", sizing.Bytes(l.RelayedBytes))
+		}
+		if l.Retired {
+			line += "; failed as a relay"
 		}
 		lines = append(lines, line)
 	}

@@ -43,7 +43,7 @@ func TestNumbersInWords(t *testing.T) {
 	}
 }
 
-// TestReport: what a user asks for first is in at most ten lines, and those of peers are one.
+// TestReport: what a user asks for first is in at most ten lines, and one more with KV tiers; those of peers are one.
 func TestReport(t *testing.T) {
 	link := func(from, to device.Space, bytes int64, busy time.Duration, rate float64) observe.Link {
 		return observe.Link{PathStats: transfer.PathStats{From: from, To: to, Copies: bytes >> 20, Bytes: bytes, Busy: busy}, BytesPerSecond: rate}
@@ -64,7 +64,9 @@ func TestReport(t *testing.T) {
 			link(device.HBM(1), gpu, 20<<20, 2*time.Millisecond, 1e10), link(device.HBM(2), gpu, 40<<20, 4*time.Millisecond, 1e10),
 			link(gpu, host, 1<<20, time.Millisecond, 0),
 		},
-		KVTiers: observe.KVTiers{Tiers: []observe.KVTier{{Medium: "CPU", CapacityBlocks: 100, BlockTokens: 32, BlockBytes: 4 << 20, Offloaded: 7, Reloaded: 5}}},
+		KVTiers: observe.KVTiers{Tiers: []observe.KVTier{
+			{Medium: "CPU", CapacityBlocks: 100, BlockTokens: 32, BlockBytes: 4 << 20, Offloaded: 7, Reloaded: 5}, {Medium: "FILE", CapacityBlocks: 1, BlockTokens: 32, BlockBytes: 4 << 20},
+		}},
 		Memory: observe.Memories{
 			{Space: "host", Capacity: 64 << 30, Peak: 1 << 30},
 			{Space: "gpu0", Capacity: 80 << 30, Peak: 2 << 30},
@@ -87,13 +89,14 @@ TPOT     25.0 ms (decode 40.0 tokens/s)
 experts  hit rate 56 %: 67 hits, 53 misses (41 prefetched)
 copies   host to gpu0: 10.00 MiB at 5.24 GB/s, link utilization 0.5 %
 copies   2 peers to gpu0: 60.00 MiB at 10.5 GB/s, link utilization 0.2 %
+KV tier  CPU: 7 blocks stored, 5 loaded; FILE: not used
 memory   peak host 1.00 GiB of 64.00 GiB, gpu0 2.00 GiB of 80.00 GiB, 2 peers 7.00 GiB of 160.00 GiB
 `
 	var b strings.Builder
 	if err := printReport(&b, res, false, false); err != nil || b.String() != want {
 		t.Errorf("%v: %s", err, b.String())
 	}
-	if n := len(res.summary(false)); n > 10 {
+	if n := len(res.summary(false)); n > 11 {
 		t.Errorf("%d lines", n)
 	}
 	b.Reset()
@@ -109,6 +112,7 @@ moves        4 promoted to peers, 0 demoted, 1 revoked, 0 swapped with resident 
 peer         gpu1: 1.00 GiB borrowed, peak 3.00 GiB of 80.00 GiB
 peer         gpu2: 0 B borrowed, peak 4.00 GiB of 80.00 GiB
 KV tier      CPU: 100 blocks of 4.00 MiB for 3200 tokens, 400.00 MiB; 7 stored, 5 loaded
+KV tier      FILE: 1 block of 4.00 MiB for 32 tokens, 4.00 MiB; 0 stored, 0 loaded
 revocations  2 for pressure
 stalls       expert-copy 500 ms
 link         host to gpu0: 10.00 MiB at 5.24 GB/s, link utilization 0.5 % in 10 copies; 1.00 MiB more while loading

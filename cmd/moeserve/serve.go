@@ -3,26 +3,31 @@ package main
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
+	"sync"
 	"time"
 
 	"github.com/spf13/cobra"
 
 	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/harvest/reclaim"
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/node/checkpoint"
 	"github.com/moeserve/moeserve/node/observe"
+	"github.com/moeserve/moeserve/node/sleeping"
 	"github.com/moeserve/moeserve/server"
 )
 
 func newServe(s *streams) *cobra.Command {
 	cmd := &cobra.Command{
-		Use:   "serve [MODEL]",
+		Use:   "serve [MODEL]...",
 		Short: "Serve the OpenAI API",
 		Long: `Serve the OpenAI API: /v1/completions, /v1/chat/completions and /v1/models; beside
 them /tokenize, /detokenize, /health, /ping, /load, /version and /metrics, and for
@@ -32,6 +37,10 @@ blocks are) and /debug/events.
 MODEL is the directory of a checkpoint, a preset, or built-in: a small model inside
 this binary, which is also the default. The server listens from the start;
 /health answers 503 until the model is loaded, /health/live 200 from the start.
+
+With several models, one is awake at a time, and the others sleep with their weights in
+host memory, until a request comes for one of them: they take turns of --turn-time
+seconds while requests wait. All have the same settings.
 
 Parameters that a request does not give are those of the model's
 generation_config.json, and else OpenAI's defaults.
@@ -44,11 +53,12 @@ SIGTERM and SIGINT shut the server down: it rejects new requests, lets running o
 finish for --drain-timeout seconds, and exits with 0. A second signal ends it at
 once.`,
 		Example: `  moeserve serve --offload-fraction 50%
-  moeserve serve /models/mixtral-8x7b --host 0.0.0.0 --port 8080`,
-		Args:              oneModel,
+  moeserve serve /models/mixtral-8x7b --host 0.0.0.0 --port 8080
+  moeserve serve --model /models/mixtral-8x7b --model /models/qwen3-30b-a3b`,
+		Args:              cobra.ArbitraryArgs,
 		ValidArgsFunction: completeModelArgument,
 		RunE: func(cmd *cobra.Command, args []string) error {
-			set, err := modelSettings(cmd, args)
+			set, err := servedSettings(cmd, args)
 			if err != nil {
 				return err
 			}
@@ -56,16 +66,8 @@ once.`,
 		},
 	}
 	addSettings(cmd.Flags(), configs.For("serve"))
+	severalModels(cmd)
 	return cmd
-}
-
-// servedNames are what clients call the model.
-func servedNames(set *settings) ([]string, error) {
-	if names, err := set.Serve.ModelNames(); err != nil || names != nil {
-		return names, err
-	}
-	name, err := modelName(set)
-	return []string{name}, err
 }
 
 // modelName is what the model is called where nothing else is said.
@@ -77,16 +79,12 @@ func modelName(set *settings) (string, error) {
 	return filepath.Base(path), err
 }
 
-// serve runs two actors: the HTTP server from the start, and the engine once its
-// model is loaded. The end of the server, which a signal or the engine's failure
+// serve runs two actors: the HTTP server from the start, and the engines once their
+// models are loaded. The end of the server, which a signal or the engine's failure
 // brings about, is the end of the engine, which is the end of the node. o is what
 // the node is to have besides.
 func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err error) {
-	names, err := servedNames(set)
-	if err != nil {
-		return err
-	}
-	defaults, err := defaultSampling(set)
+	all, err := servedModels(set)
 	if err != nil {
 		return err
 	}
@@ -129,7 +127,8 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 	if k, ok := configs.Find("max-num-seqs"); ok && set.Plan.Policy != configs.NoPolicy && !set.given(k.Name) {
 		sequences = int(k.Max) // the policy is not known before the devices are
 	}
-	metrics, events := server.NewMetrics(names[0]), server.NewEvents()
+	sequences *= len(all)
+	metrics, events := all[0].metrics, server.NewEvents()
 	srv := server.New(server.Options{
 		Metrics: metrics, Events: events, Version: buildInfo().Version, APIKey: set.Serve.APIKey,
 		CORS:            server.CORS{Origins: cors.Origins, Methods: cors.Methods, Headers: cors.Headers, Credentials: set.Serve.AllowCredentials},
@@ -160,45 +159,61 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 		}()
 	}
 
-	o.Explicit = set.given
-	o.Settings, o.Log, o.WithoutTokenizer, o.MaxQueued = set.Settings, log, withoutTokenizer(set.Model.Name), set.Serve.MaxQueuedRequests
-	o.Listener = engine.Listener{StepFinished: metrics.ObserveStep}
+	o.Explicit, o.Log, o.MaxQueued = set.given, log, set.Serve.MaxQueuedRequests
 	o.Events = func(e observe.Event) {
 		events.Publish(e.Event, e)
 		if e.Event == observe.HarvestRevocationEnded {
 			metrics.ObserveDrain(e.Drain)
 		}
 	}
-	n, err := open(ctx, s, o, false)
+	defer func() { err = errors.Join(err, closeModels(all)) }()
+	if err := openModels(ctx, s, o, all); err != nil {
+		return err
+	}
+	runner, err := newTurns(all, time.Duration(set.Serve.TurnTime*float64(time.Second)), srv, log)
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, n.Close()) }()
-	srv.SetModel(model(names, defaults, n))
-	defaults.log(log)
-	newStartup(names[0], scheme(encryption)+listener.Addr().String(), n).log(log)
+	srv.SetModels(models(all, runner)...)
+	for _, m := range slices.Backward(all) {
+		m.defaults.log(log)
+		newStartup(m.names[0], scheme(encryption)+listener.Addr().String(), m.node).log(log)
+	}
 
 	running, stopRunning := context.WithCancel(context.WithoutCancel(ctx))
 	defer stopRunning()
 	ran := make(chan error, 1)
 	go func() {
-		err := n.Engine().Run(running)
-		if err != nil {
-			srv.Fail(err)
-		}
+		err := runModels(running, all, runner, srv.Fail)
 		stopServing()
 		ran <- err
 	}()
-	logging := make(chan struct{})
-	go func() {
-		observe.LogStatus(running, log, statusInterval, n.Observe().Status)
-		close(logging)
-	}()
+	var logging sync.WaitGroup
+	for _, m := range all {
+		log := log
+		if len(all) > 1 {
+			log = log.With("model", m.names[0])
+		}
+		logging.Go(func() { observe.LogStatus(running, log, statusInterval, m.node.Observe().Status) })
+	}
+	if runner == nil {
+		defer endWaiting(ctx, all[0].node, log)()
+	}
 	err = <-served
 	served <- nil // which the deferred function takes
 	stopRunning()
-	<-logging
+	logging.Wait()
 	return errors.Join(<-ran, err)
+}
+
+// endWaiting has the requests of a model end that sleeps when ctx is done: they would hold up the end
+// of the server, and never run.
+func endWaiting(ctx context.Context, n *node.Node, log *slog.Logger) (stop func() bool) {
+	return context.AfterFunc(ctx, func() {
+		if n.Sleeping().Asleep() {
+			log.Debug("requests that waited for a wake are ended", "err", n.Engine().Close())
+		}
+	})
 }
 
 // statusInterval is between two lines of the log that say what the server does.
@@ -217,6 +232,38 @@ func withoutTokenizer(dir string) bool {
 	return errors.Is(err, os.ErrNotExist)
 }
 
+// sleeper has the server put a node to sleep and wake it.
+type sleeper struct{ n *node.Node }
+
+var _ server.Sleeper = sleeper{}
+
+// Sleep implements server.Sleeper.
+func (s sleeper) Sleep(ctx context.Context, level int, mode engine.PauseMode) error {
+	_, err := s.n.Sleep(ctx, sleeping.Level(level), mode)
+	return lacksMemory(err)
+}
+
+// lacksMemory has the server say that memory is lacking.
+func lacksMemory(err error) error {
+	if errors.Is(err, device.ErrOutOfMemory) {
+		return &server.OutOfMemoryError{Err: err}
+	}
+	return err
+}
+
+// Wake implements server.Sleeper.
+func (s sleeper) Wake(ctx context.Context, tags []string) error {
+	var all []sleeping.Tag
+	for _, t := range tags {
+		all = append(all, sleeping.Tag(t))
+	}
+	_, err := s.n.Wake(ctx, all...)
+	return lacksMemory(err)
+}
+
+// Level implements server.Sleeper.
+func (s sleeper) Level() int { return int(s.n.Sleeping().Level) }
+
 // model is what the server is to know of a node.
 func model(names []string, defaults *sampling, n *node.Node) *server.Model {
 	m := &server.Model{
@@ -226,6 +273,7 @@ func model(names []string, defaults *sampling, n *node.Node) *server.Model {
 		Collectors: n.Observe().Collectors(names[0]),
 		Residency:  func() any { return n.Observe().Residency() },
 		KV:         func() any { return n.Observe().KV() },
+		Sleeper:    sleeper{n},
 	}
 	if l := n.Lender(); l != nil {
 		m.Harvest = reclaim.Handler(l)

@@ -65,6 +65,8 @@ func addSettings(flags *pflag.FlagSet, keys []configs.Key) {
 type flagValue struct {
 	key  configs.Key
 	text string
+	// several: each time that the flag is given its value is added, behind a comma, to those before.
+	several, given bool
 }
 
 func (v *flagValue) String() string { return v.text }
@@ -73,7 +75,10 @@ func (v *flagValue) Set(text string) error {
 	if _, err := parse(v.key, text); err != nil {
 		return err
 	}
-	v.text = text
+	if v.several && v.given {
+		text = v.text + "," + text
+	}
+	v.text, v.given = text, true
 	return nil
 }
 

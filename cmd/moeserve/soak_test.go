@@ -39,10 +39,14 @@ type soakDevice func(*settings, *node.Options, func(device.Machine)) kvBlocks
 var soakDevices = map[string]soakDevice{"emulated": func(set *settings, o *node.Options, opened func(device.Machine)) kvBlocks {
 	set.Batch.MaxNumSeqs, set.Batch.MaxNumBatchedTokens, set.KV.NumGPUBlocksOverride = 24, 96, 60
 	o.OpenMachine = func() (device.Machine, error) {
-		m, err := emulated.Open(emulated.Options{
+		eo := emulated.Options{
 			GPUs: []emulated.GPU{{MemoryBytes: 256 << 20}, {MemoryBytes: 48 << 20}, {MemoryBytes: 48 << 20}},
 			Host: emulated.GPU{MemoryBytes: 1 << 30},
-		})
+		}
+		if set.KV.ExpertsShare == configs.AutoShare { // memory is lent where steps wait for copies
+			eo.HostLink, eo.PeerLink = emulated.Link{BytesPerSecond: 500e6}, emulated.Link{BytesPerSecond: 2e9}
+		}
+		m, err := emulated.Open(eo)
 		if err == nil {
 			opened(m)
 		}
@@ -332,7 +336,15 @@ func pause(ctx context.Context, d time.Duration) {
 	}
 }
 
-func (s *soak) honest(_ context.Context, rng *rand.Rand) {
+// quiet is one in so many spells of ten seconds, in which few honest clients ask, so that no request
+// waits for memory, and some is lent to experts.
+const quiet = 3
+
+func (s *soak) honest(ctx context.Context, rng *rand.Rand) {
+	if time.Now().Unix()/10%quiet == 0 && rng.IntN(20) > 0 {
+		pause(ctx, 100*time.Millisecond)
+		return
+	}
 	c, stream := &s.cases[rng.IntN(len(s.cases))], rng.IntN(2) == 0
 	got, err := s.ask(context.Background(), c, stream, s.aside(rng))
 	switch {
@@ -491,7 +503,11 @@ func (s *soak) reclaiming(ctx context.Context, rng *rand.Rand) {
 func (s *soak) fault(ctx context.Context, rng *rand.Rand, m *emulated.Machine) {
 	peer := func(p device.Space) bool { return p != device.Host && p != device.HBM(0) }
 	f := &emulated.Fault{Kind: emulated.FailCopy, Times: 1 + rng.IntN(3), Match: func(p emulated.Point) bool { return p.From != device.HBM(0) && p.Bytes > 1<<12 }}
-	switch rng.IntN(3) {
+	switch rng.IntN(4) {
+	case 3: // of KV blocks to tiers
+		f.Match = func(p emulated.Point) bool {
+			return p.From == device.HBM(0) && p.Stream != "compute" && p.Bytes > 1<<12
+		}
 	case 1:
 		f = &emulated.Fault{Kind: emulated.StallCopy, Times: 5, For: 20 * time.Millisecond, Match: func(p emulated.Point) bool { return p.Bytes > 1<<12 }}
 	case 2:
@@ -513,6 +529,8 @@ type soakState struct {
 	gpu                int64
 	preempted, retried float64
 	revoked            float64
+	// lent is the memory that moved between KV blocks and experts, both ways, in bytes.
+	lent float64
 	// cached and external prompt tokens were found in the prefix cache and in tiers.
 	cached, external float64
 	tiers            observe.KVTiers
@@ -590,7 +608,7 @@ func (s *soak) measure() soakState {
 		st.gpu = u.Allocated
 	}
 	st.preempted, st.retried = m["vllm:num_preemptions_total"], m["moeserve_step_retries_total"]
-	st.revoked = m["moeserve_harvest_revocations_total"]
+	st.revoked, st.lent = m["moeserve_harvest_revocations_total"], m["moeserve_kv_lent_moves_bytes_total"]
 	st.cached, st.external = m["vllm:prefix_cache_hits_total"], m["vllm:external_prefix_cache_hits_total"]
 	st.tiers = s.kvTiers()
 	return st
@@ -611,6 +629,7 @@ func (s *soak) report(length time.Duration, before, after soakState) {
 		{"requests preempted", after.preempted - before.preempted},
 		{"steps run again", after.retried - before.retried},
 		{"revocations", after.revoked - before.revoked},
+		{"MiB moved between KV blocks and experts", (after.lent - before.lent) / (1 << 20)},
 		{"prompt tokens found in the prefix cache", after.cached - before.cached},
 		{"prompt tokens loaded from other tiers", after.external - before.external},
 	} {

@@ -26,7 +26,8 @@ type kvBlocks struct {
 	folder           string
 }
 
-// drawKV draws how requests are scheduled and their KV blocks kept: in all tiers.
+// drawKV draws how requests are scheduled, their KV blocks kept, in all tiers, and the GPU's memory
+// shared with experts.
 func drawKV(t *testing.T, rng *rand.Rand, set *settings, size kvBlocks) {
 	t.Helper()
 	pick := func(of ...string) string { return of[rng.IntN(len(of))] }
@@ -43,7 +44,11 @@ func drawKV(t *testing.T, rng *rand.Rand, set *settings, size kvBlocks) {
 	set.KV.TransferConfig, set.KV.EnablePrefixCaching = string(text), rng.IntN(2) == 0
 	set.Batch.SchedulingPolicy = configs.SchedulingPolicy(rng.IntN(3))
 	set.Batch.FairGranularity = []int{2, 8, 32}[rng.IntN(3)]
-	t.Logf("scheduling %s of granularity %d, prefix caching %t, %s", set.Batch.SchedulingPolicy, set.Batch.FairGranularity, set.KV.EnablePrefixCaching, text)
+	set.KV.ExpertsShare = []string{configs.StaticShare, configs.AutoShare}[rng.IntN(2)]
+	set.Offload.DynamicResidency = rng.IntN(2) == 0
+	set.Offload.Tier = []configs.Tier{configs.HostTier, configs.PeerTier}[rng.IntN(2)]
+	t.Logf("scheduling %s of granularity %d, prefix caching %t, %s; experts on the %s, dynamic residency %t, memory shared: %s",
+		set.Batch.SchedulingPolicy, set.Batch.FairGranularity, set.KV.EnablePrefixCaching, text, set.Offload.Tier, set.Offload.DynamicResidency, set.KV.ExpertsShare)
 }
 
 // soakRandom is what a soak is drawn from. Default: of seed 1.

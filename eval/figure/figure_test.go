@@ -15,6 +15,8 @@ import (
 	"testing"
 
 	"pgregory.net/rapid"
+
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // Names of lines stay in the picture and off each other, and no line runs through one.
@@ -265,6 +267,7 @@ func TestSVG(t *testing.T) {
 }
 
 func TestPNG(t *testing.T) {
+	racedetector.SkipSequential(t)
 	s := charts["saturation apart"].scene()
 	var out bytes.Buffer
 	if err := s.write(&out, "png"); err != nil {

@@ -18,6 +18,7 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/kernels/cpu"
 	"github.com/moeserve/moeserve/planner"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // ops records the operations that are enqueued.
@@ -289,6 +290,7 @@ func TestCalibrate(t *testing.T) {
 }
 
 func TestCopiesOutput(t *testing.T) {
+	racedetector.SkipSequential(t)
 	m := machine(t, emulated.Options{NoData: true, GPUs: make([]emulated.GPU, 2)})
 	points, err := kv.Copies(t.Context(), kv.CopyOptions{Machine: m, Backend: backend(t), Compute: device.HBM(0), Peer: device.HBM(1), Repetitions: 1, Blocks: 10})
 	if err != nil {

@@ -16,6 +16,7 @@ import (
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/eval"
 	"github.com/moeserve/moeserve/eval/kv"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 const (
@@ -123,12 +124,17 @@ func TestParts(t *testing.T) {
 	}
 	for _, p := range points {
 		for _, l := range []*kv.Load{p.Host, p.Peer} {
+			// Who copies without the engine is not notified late, and copies in one chunk.
+			least := float64(p.Bytes) / max(l.RawBytesPerSecond, l.BatchBytesPerSecond)
+			if l.PlainSeconds < least-1e-8 || l.PlainSeconds > l.Copy+1e-8 || math.Abs(l.PlainFraction*l.Seconds/l.PlainSeconds-1) > 1e-9 {
+				t.Errorf("%d entries, %s: %.3g s without the engine, %+v", p.Entries, p.Layout, l.PlainSeconds, *l)
+			}
 			sum := l.Queue + l.Launch + l.Copy + l.Notice + l.Wake
 			if math.Abs(sum-l.Seconds) > 1e-8 || math.Abs(l.Notice-late.Seconds()) > 1e-8 || l.CopyFraction <= l.RawFraction {
 				t.Errorf("%d entries, %s: parts of %.3g s are %+v", p.Entries, p.Layout, l.Seconds, l.Parts)
 			}
 		}
-		if p.CopySpeedup <= p.Speedup {
+		if p.CopySpeedup <= p.Speedup || math.Abs(p.PlainSpeedup/(p.Host.PlainSeconds/p.Peer.PlainSeconds)-1) > 1e-9 {
 			t.Errorf("%d entries, %s: %.3g times as fast, its copies %.3g", p.Entries, p.Layout, p.Speedup, p.CopySpeedup)
 		}
 	}
@@ -218,6 +224,7 @@ func TestEntries(t *testing.T) {
 }
 
 func TestOutput(t *testing.T) {
+	racedetector.SkipSequential(t)
 	machine := eval.Machine{Device: "emulated", Emulated: true, Emulation: &eval.Emulation{Rates: eval.RatesVirtual}}
 	for gpus, want := range map[int][]string{1: {"host ms"}, 2: {"host ms", "peer ms", "host/peer", "61 layers x (512 kv_lora_rank + 64 qk_rope_head_dim) x 2 bytes"}} {
 		o, points := reload(t, gpus, 100, 1000)

@@ -16,6 +16,11 @@ type Load struct {
 	Seconds        float64 `json:"load_s"`
 	BytesPerSecond float64 `json:"load_bytes_per_s"`
 	Parts
+	// PlainSeconds is the time of the same copies without the engine, as the host sees them:
+	// enqueued on a stream, as one batch where it has those, by a thread that then asks for their
+	// end without a pause. PlainFraction is PlainSeconds over Seconds.
+	PlainSeconds  float64 `json:"plain_s"`
+	PlainFraction float64 `json:"plain_fraction"`
 	// QueuedBytesPerSecond is the rate of QueuedLoads loads that are queued at once, as the
 	// host sees it; QueuedCopyBytesPerSecond from the start of the first copy to the end of the
 	// last, on the device.
@@ -53,7 +58,7 @@ func (l *Load) best() float64 { return max(l.RawBytesPerSecond, l.BatchBytesPerS
 
 // samples are the times of a cell from one source.
 type samples struct {
-	single, queued, copied, raw, batch []time.Duration
+	single, plain, queued, copied, raw, batch []time.Duration
 	// parts are those of timed single loads.
 	parts [5][]time.Duration
 }
@@ -80,17 +85,18 @@ func (r *reloads) point(ctx context.Context, c *cell) (ReloadPoint, error) {
 	if len(all) > 1 {
 		p.Peer = all[1].load(c)
 		p.Speedup, p.CopySpeedup, p.RawSpeedup = p.Host.Seconds/p.Peer.Seconds, p.Host.Copy/p.Peer.Copy, p.Peer.best()/p.Host.best()
+		p.PlainSpeedup = p.Host.PlainSeconds / p.Peer.PlainSeconds
 	}
 	return p, nil
 }
 
 // load is what the samples say.
 func (x *samples) load(c *cell) *Load {
-	took, bytes := median(x.single), int64(c.loads)*c.bytes()
+	took, plain, bytes := median(x.single), median(x.plain), int64(c.loads)*c.bytes()
 	l := &Load{
 		Seconds: took.Seconds(), BytesPerSecond: rate(c.bytes(), took), QueuedLoads: c.loads,
 		QueuedBytesPerSecond: rate(bytes, median(x.queued)), QueuedCopyBytesPerSecond: rate(bytes, median(x.copied)),
-		RawBytesPerSecond: rate(bytes, median(x.raw)),
+		RawBytesPerSecond: rate(bytes, median(x.raw)), PlainSeconds: plain.Seconds(), PlainFraction: plain.Seconds() / took.Seconds(),
 	}
 	for i, part := range []*float64{&l.Queue, &l.Launch, &l.Copy, &l.Notice, &l.Wake} {
 		*part = median(x.parts[i]).Seconds()
@@ -105,6 +111,10 @@ func (x *samples) load(c *cell) *Load {
 // sample measures loads from a source once, in each way.
 func (r *reloads) sample(ctx context.Context, s *source, requests [][]transfer.Piece, into *samples) error {
 	single, _, err := load(ctx, r.engine, s, requests[:1])
+	if err != nil {
+		return err
+	}
+	plain, err := s.copyPlain(ctx, requests[0])
 	if err != nil {
 		return err
 	}
@@ -134,6 +144,7 @@ func (r *reloads) sample(ctx context.Context, s *source, requests [][]transfer.P
 		}
 	}
 	into.single, into.queued, into.raw = append(into.single, single), append(into.queued, queued), append(into.raw, raw)
+	into.plain = append(into.plain, plain)
 	into.copied = append(into.copied, max(many.Landed-many.Started, 1))
 	t := one.Times
 	for i, part := range [...]time.Duration{t.Enqueued - t.Submitted, t.Started - t.Enqueued, t.Landed - t.Started, t.Done - t.Landed, one.woken - t.Done} {
@@ -183,15 +194,45 @@ func load(ctx context.Context, e *transfer.Engine, s *source, requests [][]trans
 	return max(at.woken-began, 1), at, nil
 }
 
+// copyPlain copies pieces on the stream, and returns how long it took as the host sees it.
+func (s *source) copyPlain(ctx context.Context, pieces []transfer.Piece) (time.Duration, error) {
+	began := s.machine.Now()
+	err := device.ErrNoBatches
+	if len(pieces) > 1 {
+		err = copyBatch(s.raw.Stream, pieces)
+	}
+	if errors.Is(err, device.ErrNoBatches) {
+		err = copyEach(s.raw.Stream, pieces)
+	}
+	if err == nil {
+		err = s.raw.Stream.Record(s.copied)
+	}
+	if err == nil {
+		err = s.await(ctx)
+	}
+	return max(s.machine.Now()-began, 1), err
+}
+
+// await waits until what was enqueued before copied was recorded has ended.
+func (s *source) await(ctx context.Context) error {
+	if s.machine.Capabilities().Emulated { // where asking again and again ends nothing
+		return s.copied.Synchronize(ctx)
+	}
+	for ctx.Err() == nil {
+		if over, err := s.copied.Query(); over || err != nil {
+			return err
+		}
+	}
+	return ctx.Err()
+}
+
 // copyRaw copies pieces on the stream, and returns how long it took on the device.
 func (s *source) copyRaw(ctx context.Context, requests [][]transfer.Piece) (time.Duration, error) {
 	lanes := []*eval.Lane{s.raw}
 	err := eval.Enqueue(lanes, 1, func(int, int) error {
 		for _, pieces := range requests {
-			for i := range pieces {
-				if err := s.raw.Stream.Copy(pieces[i].Dst.Range, pieces[i].Src.Range); err != nil {
-					return err
-				}
+			if err := copyEach(s.raw.Stream, pieces); err != nil {
+				return err
 			}
 		}
 		return nil
@@ -200,6 +241,16 @@ func (s *source) copyRaw(ctx context.Context, requests [][]transfer.Piece) (time
 		return 0, err
 	}
 	return eval.Span(ctx, lanes)
+}
+
+// copyEach enqueues each piece by itself.
+func copyEach(on device.Stream, pieces []transfer.Piece) error {
+	for i := range pieces {
+		if err := on.Copy(pieces[i].Dst.Range, pieces[i].Src.Range); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // copyBatches copies pieces on the stream by one operation for each load, and returns how long

@@ -129,7 +129,7 @@ func (c *cell) bytes() int64 { return int64(c.blocks) * c.blockBytes }
 
 // copied is what the cell copies from one memory, about: a machine may have no batches.
 func (c *cell) copied(repetitions int) int64 {
-	return int64(repetitions+1) * int64(2+4*c.loads) * c.bytes()
+	return int64(repetitions+1) * int64(3+4*c.loads) * c.bytes()
 }
 
 // cells lists what is measured, in its order.
@@ -176,11 +176,12 @@ type ReloadPoint struct {
 	Host *Load `json:"host"`
 	Peer *Load `json:"peer"`
 	// Speedup is the time of a load from the host over that of one from the peer as the host
-	// sees them, CopySpeedup as the device does, and RawSpeedup the ratio of raw rates; 0
-	// without peers.
-	Speedup     float64 `json:"speedup,omitempty"`
-	CopySpeedup float64 `json:"copy_speedup,omitempty"`
-	RawSpeedup  float64 `json:"raw_speedup,omitempty"`
+	// sees them, PlainSpeedup the same of copies without the engine, CopySpeedup as the device sees
+	// them, and RawSpeedup the ratio of raw rates; 0 without peers.
+	Speedup      float64 `json:"speedup,omitempty"`
+	PlainSpeedup float64 `json:"plain_speedup,omitempty"`
+	CopySpeedup  float64 `json:"copy_speedup,omitempty"`
+	RawSpeedup   float64 `json:"raw_speedup,omitempty"`
 }
 
 // Reload measures loads of KV entries to the GPU that computes, from the host and from a
@@ -234,6 +235,8 @@ type source struct {
 	machine device.Machine
 	region  device.Region
 	raw     *eval.Lane
+	// copied is recorded behind what the host waits for.
+	copied device.Event
 	// landed counts loads.
 	landed device.Fence
 	next   uint32
@@ -260,6 +263,10 @@ func (r *reloads) open(ctx context.Context) (err error) {
 		if s.raw, err = r.lane(on, "raw copies from "+space.String()); err != nil {
 			return err
 		}
+		if s.copied, err = r.machine.NewUntimedEvent(); err != nil {
+			return err
+		}
+		r.closers = append(r.closers, s.copied.Close)
 		if s.landed, err = r.machine.NewFence("KV loads measured"); err != nil {
 			return err
 		}

@@ -37,10 +37,10 @@ func (l *Loads) table(b *strings.Builder) {
 		b.WriteString("\n")
 	}
 	fmt.Fprintf(b, "blocks of %d tokens; scattered: each block is elsewhere in both memories; contiguous: one run in both\n", l.BlockTokens)
-	b.WriteString("ms: one load alone, a request to the transfer engine, from its submission until the host goes on, median; copy ms: its copies on the device\n" +
+	b.WriteString("ms: one load alone, a request to the transfer engine, from its submission until the host goes on, median; plain ms: the same copies without the engine, by a thread that asks for their end without a pause; copy ms: the load's copies on the device\n" +
 		"queued: GB/s (10^9 bytes/s) of several such loads at once, as the host sees them; raw: of the same copies without the engine, the faster of queued one by one and batched\n" +
 		"% of raw: queued over raw, and the same rate as the device sees it: from the start of the first copy to the end of the last\n" +
-		"host/peer: time of a load from the host over that of one from a peer; of copies: of their copies on the device; of raw rates: the same ratio of raw copies\n" +
+		"host/peer: time of a load from the host over that of one from a peer; of plain: the same ratio without the engine; of copies: of their copies on the device; of raw rates: the same ratio of raw copies\n" +
 		"queue: until the host enqueues the first chunk; launch: until the device begins; copy; notice: until the host has signaled the end; wake: until the goroutine that waits goes on\n")
 }
 
@@ -49,19 +49,19 @@ func (l *Loads) rates(w io.Writer, points []ReloadPoint) {
 	head := "entries\tlayout\tsize\t"
 	sources := points[0].sources()
 	for _, s := range sources {
-		head += s.name + " ms\tcopy ms\tqueued\traw\t% of raw\tcopies\t"
+		head += s.name + " ms\tplain ms\tcopy ms\tqueued\traw\t% of raw\tcopies\t"
 	}
 	if len(sources) > 1 {
-		head += "host/peer\tof copies\tof raw rates\t"
+		head += "host/peer\tof plain\tof copies\tof raw rates\t"
 	}
 	fmt.Fprintln(w, head)
 	for _, p := range points {
 		fmt.Fprintf(w, "%d\t%s\t%s\t", p.Entries, p.Layout, eval.Size(p.Bytes))
 		for _, s := range p.sources() {
-			fmt.Fprintf(w, "%.4g\t%.4g\t%.4g\t%.4g\t%.1f\t%.1f\t", 1e3*s.Seconds, 1e3*s.Copy, s.QueuedBytesPerSecond/1e9, s.best()/1e9, 100*s.RawFraction, 100*s.CopyFraction)
+			fmt.Fprintf(w, "%.4g\t%.4g\t%.4g\t%.4g\t%.4g\t%.1f\t%.1f\t", 1e3*s.Seconds, 1e3*s.PlainSeconds, 1e3*s.Copy, s.QueuedBytesPerSecond/1e9, s.best()/1e9, 100*s.RawFraction, 100*s.CopyFraction)
 		}
 		if p.Peer != nil {
-			fmt.Fprintf(w, "%.2fx\t%.2fx\t%.2fx\t", p.Speedup, p.CopySpeedup, p.RawSpeedup)
+			fmt.Fprintf(w, "%.2fx\t%.2fx\t%.2fx\t%.2fx\t", p.Speedup, p.PlainSpeedup, p.CopySpeedup, p.RawSpeedup)
 		}
 		fmt.Fprintln(w)
 	}
@@ -114,7 +114,7 @@ func (p *ReloadPoint) sources() []named {
 // loadColumns are the keys of a Load.
 var loadColumns = []string{
 	"load_s", "load_bytes_per_s", "queue_s", "launch_s", "copy_s", "notice_s", "wake_s", "queued_loads",
-	"queued_bytes_per_s", "queued_copy_bytes_per_s", "raw_bytes_per_s", "batch_bytes_per_s", "raw_fraction", "copy_fraction",
+	"queued_bytes_per_s", "queued_copy_bytes_per_s", "raw_bytes_per_s", "batch_bytes_per_s", "raw_fraction", "copy_fraction", "plain_s", "plain_fraction",
 }
 
 // csv are the columns and the values of each point.
@@ -125,7 +125,7 @@ func (l *Loads) csv() (columns []string, rows [][]string) {
 			columns = append(columns, s+"_"+c)
 		}
 	}
-	columns = append(columns, "speedup", "copy_speedup", "raw_speedup")
+	columns = append(columns, "speedup", "copy_speedup", "raw_speedup", "plain_speedup")
 	ratio := func(v float64) string { // absent where JSON has no such key
 		if v == 0 {
 			return ""
@@ -140,9 +140,9 @@ func (l *Loads) csv() (columns []string, rows [][]string) {
 				continue
 			}
 			row = append(row, float(x.Seconds), float(x.BytesPerSecond), float(x.Queue), float(x.Launch), float(x.Copy), float(x.Notice), float(x.Wake), strconv.Itoa(x.QueuedLoads),
-				float(x.QueuedBytesPerSecond), float(x.QueuedCopyBytesPerSecond), float(x.RawBytesPerSecond), ratio(x.BatchBytesPerSecond), float(x.RawFraction), float(x.CopyFraction))
+				float(x.QueuedBytesPerSecond), float(x.QueuedCopyBytesPerSecond), float(x.RawBytesPerSecond), ratio(x.BatchBytesPerSecond), float(x.RawFraction), float(x.CopyFraction), float(x.PlainSeconds), float(x.PlainFraction))
 		}
-		rows = append(rows, append(row, ratio(p.Speedup), ratio(p.CopySpeedup), ratio(p.RawSpeedup)))
+		rows = append(rows, append(row, ratio(p.Speedup), ratio(p.CopySpeedup), ratio(p.RawSpeedup), ratio(p.PlainSpeedup)))
 	}
 	return columns, rows
 }

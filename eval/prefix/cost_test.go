@@ -71,19 +71,19 @@ func openBatch(_ context.Context, p prefix.Place, sequences, tokens, _ int) (pre
 	return &batch{engine: engine{place: p}, calls: sequences * tokens}, nil
 }
 
-func (b *batch) Steps(_ context.Context, n int, t prefix.Traffic) (times []time.Duration, bytes int64, err error) {
+func (b *batch) Steps(_ context.Context, n int, t prefix.Traffic) (ran prefix.Steps, err error) {
 	b.calls++
 	d := time.Second + time.Duration(b.calls)*time.Microsecond
 	if t == prefix.Loads {
 		d += d / 10
 	}
 	if t != prefix.Quiet {
-		bytes = 1000
+		ran.Bytes = 1000
 	}
 	for range n {
-		times = append(times, d)
+		ran.Times, ran.Host = append(ran.Times, d), append(ran.Host, d/4)
 	}
-	return times, bytes, nil
+	return ran, nil
 }
 
 func TestDecodes(t *testing.T) {
@@ -99,7 +99,7 @@ func TestDecodes(t *testing.T) {
 		case prefix.Quiet:
 			rate = 0
 		}
-		if math.Abs(x.Cost-want) > 1e-4 || math.Abs(x.StepSeconds/(1+want)-1) > 1e-3 || math.Abs(x.BytesPerSecond-rate) > 1 || x.Sequences != 2 || x.ContextTokens != 50 {
+		if math.Abs(x.Cost-want) > 1e-4 || math.Abs(x.StepSeconds/(1+want)-1) > 1e-3 || math.Abs(x.BytesPerSecond-rate) > 1 || math.Abs(x.HostSeconds/x.StepSeconds-0.25) > 1e-6 || x.Sequences != 2 || x.ContextTokens != 50 {
 			t.Errorf("%+v", x)
 		}
 	}

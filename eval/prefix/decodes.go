@@ -27,10 +27,18 @@ const (
 type Decoder interface {
 	Info() Info
 	// Steps runs so many steps, in each of which every sequence has a token, beside that traffic.
-	// It returns the time of each, and the number of bytes that were copied by the end of the last.
 	// The steps of each call are the same.
-	Steps(ctx context.Context, n int, t Traffic) (times []time.Duration, bytes int64, err error)
+	Steps(ctx context.Context, n int, t Traffic) (Steps, error)
 	Close() error
+}
+
+// Steps are decode steps that have run.
+type Steps struct {
+	// Times of each, and Host what each one's host spent on the copies: while the device computes,
+	// so the step is longer only where the host is not done before.
+	Times, Host []time.Duration
+	// Bytes that were copied by the end of the last.
+	Bytes int64
 }
 
 // OpenDecoder opens a decoder of so many sequences of tokens tokens, with the tier of a place, for
@@ -92,6 +100,9 @@ type DecodePoint struct {
 	// Cost is what the traffic adds to the mean step of a round without, as a fraction of it: the
 	// median of all rounds.
 	Cost float64 `json:"step_cost"`
+	// HostSeconds is the median time of a step that the host spends on starting and ending the
+	// copies, while the device computes.
+	HostSeconds float64 `json:"kv_host_s"`
 	// BytesPerSecond that were copied during the steps.
 	BytesPerSecond float64 `json:"kv_bytes_per_s"`
 }
@@ -132,6 +143,7 @@ func (m *decodes) place(ctx context.Context, p Place) (err error) {
 	m.r.describe(d.Info())
 	type sum struct {
 		steps   []time.Duration
+		host    []time.Duration
 		rounds  []time.Duration
 		elapsed time.Duration
 		bytes   int64
@@ -139,23 +151,24 @@ func (m *decodes) place(ctx context.Context, p Place) (err error) {
 	sums := map[Traffic]*sum{}
 	for _, t := range traffics {
 		sums[t] = &sum{}
-		if _, _, err := d.Steps(ctx, min(o.Steps, 3), t); err != nil { // what is done for the first time takes longer
+		if _, err := d.Steps(ctx, min(o.Steps, 3), t); err != nil { // what is done for the first time takes longer
 			return err
 		}
 	}
 	for round := range o.Rounds {
 		for i := range traffics {
 			t := traffics[(round+i)%len(traffics)]
-			times, bytes, err := d.Steps(ctx, o.Steps, t)
+			ran, err := d.Steps(ctx, o.Steps, t)
 			if err != nil {
 				return err
 			}
 			s, all := sums[t], time.Duration(0)
-			for _, d := range times {
+			for _, d := range ran.Times {
 				all += d
 			}
-			s.steps, s.rounds = append(s.steps, times...), append(s.rounds, all)
-			s.elapsed, s.bytes = s.elapsed+all, s.bytes+bytes
+			s.steps, s.rounds = append(s.steps, ran.Times...), append(s.rounds, all)
+			s.host = append(s.host, ran.Host...)
+			s.elapsed, s.bytes = s.elapsed+all, s.bytes+ran.Bytes
 			m.done += int64(o.Steps)
 		}
 		if o.Progress != nil {
@@ -171,7 +184,7 @@ func (m *decodes) place(ctx context.Context, p Place) (err error) {
 		slices.Sort(costs)
 		m.r.Decodes = append(m.r.Decodes, DecodePoint{
 			Place: p, Traffic: t, Sequences: o.Sequences, ContextTokens: o.Tokens, StepSeconds: median(s.steps).Seconds(),
-			Cost: costs[len(costs)/2], BytesPerSecond: float64(s.bytes) / s.elapsed.Seconds(),
+			Cost: costs[len(costs)/2], HostSeconds: median(s.host).Seconds(), BytesPerSecond: float64(s.bytes) / s.elapsed.Seconds(),
 		})
 	}
 	return nil

@@ -71,13 +71,13 @@ func (r *Result) writeMisses(b *strings.Builder, w *tabwriter.Writer) {
 
 // writeDecodes writes the lines of decode steps; w writes to b.
 func (r *Result) writeDecodes(b *strings.Builder, w *tabwriter.Writer) {
-	fmt.Fprintln(w, "tier\tbeside\tdecode step ms\tcost\tGB/s\t")
+	fmt.Fprintln(w, "tier\tbeside\tdecode step ms\tcost\thost ms\tGB/s\t")
 	for _, x := range r.Decodes {
-		fmt.Fprintf(w, "%s\t%s\t%.4g\t%+.2f %%\t%.4g\t\n", x.Place, x.Traffic, 1e3*x.StepSeconds, 100*x.Cost, x.BytesPerSecond/1e9)
+		fmt.Fprintf(w, "%s\t%s\t%.4g\t%+.2f %%\t%.4g\t%.4g\t\n", x.Place, x.Traffic, 1e3*x.StepSeconds, 100*x.Cost, 1e3*x.HostSeconds, x.BytesPerSecond/1e9)
 	}
 	w.Flush() //nolint:errcheck // as above
 	x := r.Decodes[0]
-	fmt.Fprintf(b, "\n%d sequences of %d tokens decode; beside: what is copied meanwhile: own stores: as many KV blocks as they fill; stores, loads: one transfer after the other\ncost: what that adds to the steps of the same round without, median of the rounds; GB/s: copied\n", x.Sequences, x.ContextTokens)
+	fmt.Fprintf(b, "\n%d sequences of %d tokens decode; beside: what is copied meanwhile: own stores: as many KV blocks as they fill; stores, loads: one transfer after the other\ncost: what that adds to the steps of the same round without, median of the rounds; host: its time for the copies of a step, while the device computes; GB/s: copied\n", x.Sequences, x.ContextTokens)
 }
 
 // files reports whether any prefix was in files.
@@ -100,7 +100,7 @@ func WriteCSV(out io.Writer, r *Result) error {
 	w.Write(slices.Concat(eval.ProvenanceColumns, []string{ //nolint:errcheck // Flush keeps the error
 		"model", "dtype", "load_format", "block_tokens", "place", "prompt_tokens", "cached_tokens",
 		"ttft_s", "miss_ttft_s", "decode_step_s", "ttft_speedup", "hit_fraction", "requests", "duration_s", "request_throughput", "hits_speedup",
-		"first_miss_ttft_s", "plain_ttft_s", "miss_cost", "kv_traffic", "sequences", "step_cost", "kv_bytes_per_s",
+		"first_miss_ttft_s", "plain_ttft_s", "miss_cost", "kv_traffic", "sequences", "step_cost", "kv_host_s", "kv_bytes_per_s",
 	}))
 	f := func(v float64) string { return strconv.FormatFloat(v, 'g', 8, 64) }
 	ratio := func(v float64) string { // absent where JSON has no such key
@@ -112,7 +112,7 @@ func WriteCSV(out io.Writer, r *Result) error {
 	write := func(p Place, prompt, cached int, values ...string) {
 		w.Write(slices.Concat(eval.Provenance(&r.Run, &r.Machine), []string{ //nolint:errcheck // as above
 			r.Model, r.DType, r.LoadFormat, strconv.Itoa(r.BlockTokens), string(p), strconv.Itoa(prompt), strconv.Itoa(cached),
-		}, values, make([]string, 16-len(values))))
+		}, values, make([]string, 17-len(values))))
 	}
 	for _, x := range r.TTFT {
 		write(x.Place, x.PrefixTokens+1, x.CachedTokens, f(x.Seconds), f(x.MissSeconds), f(x.DecodeStepSeconds), ratio(x.Speedup))
@@ -121,7 +121,7 @@ func WriteCSV(out io.Writer, r *Result) error {
 		write(x.Place, x.PromptTokens, 0, "", f(x.Seconds), "", "", "", "", "", "", "", f(x.FirstSeconds), f(x.PlainSeconds), f(x.Cost))
 	}
 	for _, x := range r.Decodes {
-		write(x.Place, x.ContextTokens, 0, "", "", f(x.StepSeconds), "", "", "", "", "", "", "", "", "", string(x.Traffic), strconv.Itoa(x.Sequences), f(x.Cost), f(x.BytesPerSecond))
+		write(x.Place, x.ContextTokens, 0, "", "", f(x.StepSeconds), "", "", "", "", "", "", "", "", "", string(x.Traffic), strconv.Itoa(x.Sequences), f(x.Cost), f(x.HostSeconds), f(x.BytesPerSecond))
 	}
 	for _, x := range r.Hits {
 		write(x.Place, x.PromptTokens, x.CachedTokens, "", "", "", "", f(x.HitFraction), strconv.Itoa(x.Requests), f(x.Seconds), f(x.RequestThroughput), ratio(x.Speedup))

@@ -203,10 +203,10 @@ func Run(ctx context.Context, c *Client, o Options) (Result, error) {
 		requests.Go(func() {
 			l.start()
 			s, err := c.measure(ctx, o.Prompts[i], &o)
-			if slots != nil {
-				<-slots
-			}
 			l.end(ctx, s, err)
+			if slots != nil {
+				<-slots // last: the next request begins at once
+			}
 		})
 	}
 	requests.Wait()

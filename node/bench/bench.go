@@ -8,6 +8,7 @@ import (
 	"github.com/moeserve/moeserve/eval"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/planning"
 	"github.com/moeserve/moeserve/pipeline"
 	"github.com/moeserve/moeserve/planner"
 )
@@ -30,11 +31,11 @@ func (b *Node) Info() eval.Info {
 	s := &i.Settings
 	c := b.n.Machine().Capabilities()
 	info := eval.Info{
-		Machine: Machine(i.Facts, &s.Device, b.hardware),
+		Machine: Machine(i.Facts, &s.Device, b.over(i)),
 		Model:   i.Name, DType: i.Config.DType.String(), LoadFormat: s.Model.LoadFormat,
 		KeepsData: c.KeepsData, StepTokens: i.Limits.MaxTokens, MicroBatchTokens: i.Limits.MaxTokens,
 		Grouping: s.Batch.Grouping, Attention: s.Batch.Attention, MicroBatches: s.Batch.NumMicroBatches,
-		Shape: i.Shape, Sizes: i.Sizes,
+		HostPaths: 1 + len(i.Relays), Shape: i.Shape, Sizes: i.Sizes,
 	}
 	if s.Batch.MicroBatchSize > 0 {
 		info.MicroBatchTokens = s.Batch.MicroBatchSize
@@ -46,6 +47,16 @@ func (b *Node) Info() eval.Info {
 		info.Attention = configs.OnGPU
 	}
 	return info
+}
+
+// over is the hardware with the rates over the paths that are used.
+func (b *Node) over(i *node.Info) *planner.Hardware {
+	if b.hardware == nil {
+		return nil
+	}
+	h := *b.hardware
+	planning.Over(&h, i.Settings.Device.GPU, i.Relays)
+	return &h
 }
 
 // Batch implements eval.Node.

@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/binary"
 	"fmt"
-	"time"
 
 	"github.com/moeserve/moeserve/eval"
 	"github.com/moeserve/moeserve/eval/prefix"
@@ -70,25 +69,30 @@ func NewDecodes(ctx context.Context, n *node.Node, hardware *planner.Hardware, s
 func (d *Decodes) Info() prefix.Info { return NewPrefixes(d.n, d.hardware).Info() }
 
 // Steps implements prefix.Decoder. Times are those of the devices' clock.
-func (d *Decodes) Steps(ctx context.Context, n int, t prefix.Traffic) (times []time.Duration, bytes int64, err error) {
+func (d *Decodes) Steps(ctx context.Context, n int, t prefix.Traffic) (ran prefix.Steps, err error) {
 	if t == prefix.Loads {
 		if err := d.prepareLoads(ctx); err != nil {
-			return nil, 0, err
+			return ran, err
 		}
 	}
-	d.batch.decode.Meanwhile = func() { d.copy(t) }
+	clock := d.n.Machine()
+	d.batch.decode.Meanwhile = func() {
+		began := clock.Now()
+		d.copy(t)
+		ran.Host = append(ran.Host, clock.Now()-began)
+	}
 	defer func() { d.batch.decode.Meanwhile = nil }()
 	before := d.copied()
 	for i := range n {
-		began := d.n.Machine().Now()
+		began := clock.Now()
 		if err := d.batch.Decode(ctx, 1+i, 2+i); err != nil {
-			return nil, 0, err
+			return ran, err
 		}
-		times = append(times, d.n.Machine().Now()-began)
+		ran.Times = append(ran.Times, clock.Now()-began)
 	}
 	d.tiers.Poll()
-	bytes = d.copied() - before
-	return times, bytes, d.settle(ctx)
+	ran.Bytes = d.copied() - before
+	return ran, d.settle(ctx)
 }
 
 // copy starts the copies of a step while the device computes it.

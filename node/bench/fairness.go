@@ -47,7 +47,7 @@ func (b *Fairness) Info() fairness.Info {
 	i := b.n.Info()
 	return fairness.Info{
 		Machine: Machine(i.Facts, &i.Settings.Device, b.hardware),
-		Model:   i.Name, DType: i.Config.DType.String(),
+		Model:   modelName(i), DType: i.Config.DType.String(),
 		BlockTokens: b.n.KV().BlockTokens(), Blocks: b.n.KV().Blocks(), Vocab: i.Config.Vocab,
 	}
 }

@@ -2,6 +2,7 @@ package bench
 
 import (
 	"context"
+	"fmt"
 	"time"
 
 	"github.com/moeserve/moeserve/engine"
@@ -22,12 +23,20 @@ var _ prefix.Engine = (*Prefixes)(nil)
 // it does not.
 func NewPrefixes(n *node.Node, hardware *planner.Hardware) *Prefixes { return &Prefixes{n, hardware} }
 
+// modelName is the name of a node's model, and how many of its layers are left.
+func modelName(i *node.Info) string {
+	if full := i.Config.FullLayers(); i.Config.Layers < full {
+		return fmt.Sprintf("%s, %d of %d layers", i.Name, i.Config.Layers, full)
+	}
+	return i.Name
+}
+
 // Info implements prefix.Engine.
 func (b *Prefixes) Info() prefix.Info {
 	i := b.n.Info()
 	return prefix.Info{
 		Machine: Machine(i.Facts, &i.Settings.Device, b.hardware),
-		Model:   i.Name, DType: i.Config.DType.String(), LoadFormat: i.Settings.Model.LoadFormat.String(),
+		Model:   modelName(i), DType: i.Config.DType.String(), LoadFormat: i.Settings.Model.LoadFormat.String(),
 		BlockTokens: b.n.KV().BlockTokens(), Vocab: i.Config.Vocab,
 	}
 }

@@ -4,6 +4,8 @@ import (
 	"testing"
 
 	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/eval"
 	"github.com/moeserve/moeserve/eval/prefix"
 	"github.com/moeserve/moeserve/node"
@@ -59,5 +61,24 @@ func TestPrefixes(t *testing.T) {
 		if err := e.Close(); err != nil {
 			t.Error(err)
 		}
+	}
+}
+
+// The name says how many layers a cut model has left.
+func TestPrefixesOfACutModel(t *testing.T) {
+	s := configs.Defaults()
+	s.Model.Name, s.Model.LoadFormat, s.Model.NumHiddenLayers, s.KV.MaxModelLen = "phi-tiny-moe", configs.LoadDummy, 2, 128
+	s.Batch.MaxNumSeqs = 2
+	n, err := node.Open(t.Context(), node.Options{Settings: s, OpenMachine: func() (device.Machine, error) {
+		return emulated.New(emulated.Options{Virtual: true, NoData: true, GPUs: []emulated.GPU{{MemoryBytes: 16e9, FlopsPerSecond: 1e15, BytesPerSecond: 4e12}}})
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got, want := bench.NewPrefixes(n, nil).Info().Model, "phi-tiny-moe, 2 of 32 layers"; got != want {
+		t.Errorf("model %q, want %q", got, want)
+	}
+	if err := n.Close(); err != nil {
+		t.Error(err)
 	}
 }

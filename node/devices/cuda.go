@@ -17,7 +17,9 @@ import (
 // openCUDA opens GPUs, by the driver's indices, and a backend for the first of them, with
 // activations of the weights' type if that has 16 bits.
 func openCUDA(o *Options, gpus []int) (device.Machine, kernels.Backend, error) {
-	m, err := cuda.Open(cuda.Options{GPUs: gpus, HostBytes: int64(o.Settings.HostMemoryGiB * (1 << 30)), Log: o.Log})
+	m, err := o.Share.open(func() (device.Machine, error) {
+		return cuda.Open(cuda.Options{GPUs: gpus, HostBytes: int64(o.Settings.HostMemoryGiB * (1 << 30)), Log: o.Log})
+	})
 	if err != nil {
 		if mig := partitioned(); mig != "" {
 			err = fmt.Errorf("%w; %s", err, mig)
@@ -33,7 +35,7 @@ func openCUDA(o *Options, gpus []int) (device.Machine, kernels.Backend, error) {
 	}
 	b, err := kernelscuda.New(m, device.HBM(0), options)
 	if err != nil {
-		return nil, nil, errors.Join(err, m.Close())
+		return nil, nil, errors.Join(err, o.Share.close(m))
 	}
 	return m, b, nil
 }

@@ -31,12 +31,18 @@ type Options struct {
 	Kernels  configs.Kernels
 	// Peers also opens the GPUs whose memory may be borrowed.
 	Peers bool
+	// Relays are GPUs over whose links copies from and to the host go, too, by the driver's numbers.
+	// IfPossible: without them where they cannot be opened.
+	Relays     []int
+	IfPossible bool
 	// Emulate uses emulated devices if the settings do not select a device.
 	Emulate bool
 	// Weights is the type of the model's weights. Default: bfloat16.
 	Weights kernels.DType
 	// Trace is the file to write a trace of all streams to. Default: none.
 	Trace string
+	// Share has several Devices use one machine. Default: each has its own.
+	Share *Shared
 	// Log receives events that an operator can act on. Default: none.
 	Log *slog.Logger
 	// OpenMachine opens the machine, instead of the one in the settings, and OpenBackend its
@@ -77,6 +83,7 @@ type Devices struct {
 		Limit(s device.Space, bytes int64) error
 	}
 
+	share   *Shared         // nil where nobody else uses the machine
 	host    kernels.Backend // computes attention on the CPU; nil until Host is called
 	trace   *trace.Writer   // nil without a trace
 	log     *slog.Logger
@@ -88,12 +95,15 @@ type Devices struct {
 // fault.ErrDevice.
 func Open(o Options) (_ *Devices, err error) {
 	o = o.EnsureDefaults()
-	d := &Devices{log: o.Log}
+	d := &Devices{log: o.Log, share: o.Share}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, d.Close())
 		}
 	}()
+	if o.Trace != "" && o.Share != nil {
+		return nil, fault.Of(fault.ErrConfig, errSharedTrace)
+	}
 	if err := d.openTrace(o.Trace); err != nil {
 		return nil, fault.Of(fault.ErrConfig, err)
 	}
@@ -109,7 +119,18 @@ func Open(o Options) (_ *Devices, err error) {
 		if c, err := s.ParsePeers(); err == nil && o.Peers {
 			gpus = append(gpus, c.GPUs...)
 		}
+		without := len(gpus)
+		for _, g := range o.Relays {
+			if !slices.Contains(gpus, g) {
+				gpus = append(gpus, g)
+			}
+		}
 		m, b, err := openCUDA(&o, gpus)
+		if err != nil && o.IfPossible && len(gpus) > without {
+			d.log.Warn("GPUs cannot be used as relays for copies from and to the host", "gpus", gpus[without:], "err", err)
+			gpus = gpus[:without]
+			m, b, err = openCUDA(&o, gpus)
+		}
 		switch {
 		case err == nil:
 			d.use(m, b, false)
@@ -139,13 +160,13 @@ func Open(o Options) (_ *Devices, err error) {
 // open opens a machine and its backend. tells: the machine itself reports what its streams do
 // to the trace.
 func (d *Devices) open(machine func() (device.Machine, error), backend func(device.Machine) (kernels.Backend, error), tells bool) error {
-	m, err := machine()
+	m, err := d.share.open(machine)
 	if err != nil {
 		return fault.Of(fault.ErrDevice, err)
 	}
 	b, err := backend(m)
 	if err != nil {
-		return fault.Of(fault.ErrDevice, errors.Join(err, m.Close()))
+		return fault.Of(fault.ErrDevice, errors.Join(err, d.share.close(m)))
 	}
 	d.use(m, b, tells)
 	return nil
@@ -158,7 +179,11 @@ func (d *Devices) use(m device.Machine, b kernels.Backend, tells bool) {
 	d.Limiter, _ = m.(interface {
 		Limit(s device.Space, bytes int64) error
 	})
-	d.closers = append(d.closers, d.Machine.Close, b.Close)
+	closeMachine := d.Machine.Close
+	if d.share != nil { // which no trace wraps
+		closeMachine = func() error { return d.share.close(m) }
+	}
+	d.closers = append(d.closers, closeMachine, b.Close)
 }
 
 // Close closes everything that was opened. An allocation that is still alive is an error.
@@ -249,9 +274,11 @@ func (d *Devices) Peers(c configs.PeerChoice) ([]device.Space, error) {
 	top := d.Machine.Topology()
 	var peers []device.Space
 	switch {
-	case d.Real(): // exactly the GPUs that were named
-		for i := range d.GPUs[1:] {
-			peers = append(peers, device.HBM(i+1))
+	case d.Real(): // exactly the GPUs that were named, if they were opened
+		for i, g := range d.GPUs[1:] {
+			if slices.Contains(c.GPUs, g) {
+				peers = append(peers, device.HBM(i+1))
+			}
 		}
 	case c.Auto:
 		for i := range top.GPUs {
@@ -271,6 +298,35 @@ func (d *Devices) Peers(c configs.PeerChoice) ([]device.Space, error) {
 		}
 	}
 	return peers, err
+}
+
+// Number is the number of a GPU as users name it.
+func (d *Devices) Number(s device.Space) int {
+	i, _ := s.GPU()
+	if d.Real() {
+		return d.GPUs[i]
+	}
+	return i
+}
+
+// Relay returns the memory of a GPU, by its number, over whose link copies between the host and the GPU
+// that computes may go; the error says why they may not.
+func (d *Devices) Relay(number int) (device.Space, error) {
+	top := d.Machine.Topology()
+	at := number
+	if d.Real() {
+		at = slices.Index(d.GPUs, number)
+	}
+	if at < 0 || at >= len(top.GPUs) {
+		return 0, fmt.Errorf("there is no GPU %d: the machine has GPUs 0 to %d", number, len(top.GPUs)-1)
+	}
+	s := device.HBM(at)
+	for _, ends := range [][2]device.Space{{device.Host, s}, {s, device.Host}, {s, d.Space}, {d.Space, s}} {
+		if _, err := top.Path(ends[0], ends[1]); err != nil {
+			return s, fmt.Errorf("GPU %d cannot relay copies between the host and GPU %d: %w", number, d.Number(d.Space), err)
+		}
+	}
+	return s, nil
 }
 
 // partition is a GPU that is divided by MIG.

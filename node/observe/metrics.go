@@ -1,6 +1,7 @@
 package observe
 
 import (
+	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/metrics"
@@ -107,14 +108,24 @@ type Link struct {
 type Links []Link
 
 var (
-	copied = metrics.NewDesc("moeserve_copy_bytes_total", "Bytes copied from one memory to another.", "src", "dst")
-	busy   = metrics.NewDesc("moeserve_copy_busy_seconds_total", "Time with a copy under way from one memory to another.", "src", "dst")
+	copied  = metrics.NewDesc("moeserve_copy_bytes_total", "Bytes copied from one memory to another.", "src", "dst")
+	relayed = metrics.NewDesc("moeserve_relayed_bytes_total", "Bytes that the link between the host and a GPU has carried for copies of other GPUs, through its memory.", "src", "dst")
+	retired = metrics.NewDesc("moeserve_relay_retired", "1 where a link no longer carries copies of other GPUs, since it failed.", "src", "dst")
+	busy    = metrics.NewDesc("moeserve_copy_busy_seconds_total", "Time with a copy under way from one memory to another.", "src", "dst")
 )
 
 func (l Links) collect(to *metrics.Sink) {
 	for _, p := range l {
 		to.Counter(copied, float64(p.Bytes), p.From.String(), p.To.String())
 		to.Counter(busy, p.Busy.Seconds(), p.From.String(), p.To.String())
+		if p.From == device.Host || p.To == device.Host {
+			to.Counter(relayed, float64(p.RelayedBytes), p.From.String(), p.To.String())
+			value := 0.0
+			if p.Retired {
+				value = 1
+			}
+			to.Gauge(retired, value, p.From.String(), p.To.String())
+		}
 	}
 }
 

@@ -37,6 +37,8 @@ type Parts struct {
 	Dynamic bool
 	// LoadTime is how long allocating memory and loading weights took.
 	LoadTime time.Duration
+	// Sleep reads whether the model sleeps.
+	Sleep func() Sleep
 }
 
 // Observer reads what the parts count.
@@ -106,6 +108,7 @@ func (o *Observer) Collectors(model string) []metrics.Collector {
 		collector[Harvest]{o.Harvest},
 		collector[modelTiers]{func() modelTiers { return modelTiers{model, o.KVTiers()} }},
 		collector[Lending]{o.Lending},
+		collector[Sleep]{o.p.Sleep},
 	}
 }
 

@@ -20,6 +20,8 @@ type Peer struct {
 // form.
 type Residency struct {
 	Experts experts.Snapshot `json:"experts"`
+	// Relays are links between the host and GPUs that have carried copies of other GPUs.
+	Relays []Relayed `json:"relays"`
 	// Peers that may be borrowed from; Harvest is what is.
 	Peers   []Peer         `json:"peers"`
 	Harvest *harvest.State `json:"harvest"`
@@ -27,6 +29,27 @@ type Residency struct {
 	Rebalancer *rebalancer.Counts `json:"rebalancer"`
 	// KV is the GPU's KV cache and the tiers below it.
 	KV KVResidency `json:"kv"`
+}
+
+// Relayed is what a link between the host and a GPU has carried for copies of other GPUs.
+type Relayed struct {
+	Source      string `json:"src"`
+	Destination string `json:"dst"`
+	Copies      int64  `json:"relayed_chunks"`
+	Bytes       int64  `json:"relayed_bytes"`
+	// Retired: it failed, and carries no more.
+	Retired bool `json:"relay_retired"`
+}
+
+// relayed are the links that have carried copies of other GPUs, or failed to.
+func (o *Observer) relayed() []Relayed {
+	all := []Relayed{}
+	for _, s := range o.p.Transfer.Stats() {
+		if s.RelayedBytes > 0 || s.Retired {
+			all = append(all, Relayed{s.From.String(), s.To.String(), s.RelayedCopies, s.RelayedBytes, s.Retired})
+		}
+	}
+	return all
 }
 
 // KVResidency is where KV blocks are.
@@ -55,7 +78,7 @@ func (o *Observer) KV() KVResidency {
 
 // Residency takes stock. It may be called while requests run.
 func (o *Observer) Residency() Residency {
-	r := Residency{Experts: o.p.Store.Snapshot(), Peers: o.p.Peers, KV: o.KV()}
+	r := Residency{Experts: o.p.Store.Snapshot(), Relays: o.relayed(), Peers: o.p.Peers, KV: o.KV()}
 	if o.p.Harvest != nil {
 		s := o.p.Harvest.State()
 		r.Harvest = &s

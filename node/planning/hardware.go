@@ -8,6 +8,7 @@ import (
 	"math"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"github.com/moeserve/moeserve/configs"
@@ -32,6 +33,8 @@ type Machine struct {
 	// Space is the memory of the GPU that computes, Peers those that may be borrowed from.
 	Space device.Space
 	Peers []device.Space
+	// Relays are GPUs over whose links copies from the host go, too.
+	Relays []device.Space
 	// Real: the devices are GPUs. Others are Timed where they keep to the topology's rates.
 	Real, Timed bool
 }
@@ -86,8 +89,9 @@ func (m Machine) Assume() planner.Hardware {
 		return path
 	}
 	up := link(device.Host, m.Space)
-	take("host_to_gpu_bytes_per_s", &h.HostToGPU[0], up.BytesPerSecond)
-	h.HostToGPU = h.HostToGPU[:1]
+	own := h.HostToGPU[0]
+	take("host_to_gpu_bytes_per_s", &own, up.BytesPerSecond)
+	m.takeHostRates(&h, own)
 	take("gpu_to_host_bytes_per_s", &h.GPUToHost, link(m.Space, device.Host).BytesPerSecond)
 	take("gpu_memory_bytes_per_s", &h.GPUMemoryRate, gpu.BytesPerSecond)
 	take("gpu_flop_per_s", &h.GPUFlops, gpu.FlopsPerSecond)
@@ -97,9 +101,9 @@ func (m Machine) Assume() planner.Hardware {
 		take("gpu_attention_flop_per_s", &h.GPUAttentionFlops, gpu.FlopsPerSecond)
 	}
 	take("host_copy_latency_s", &h.HostCopyLatency, up.Latency.Seconds())
-	if len(m.Peers) > 0 {
-		// All peers share the wire into the GPU.
-		path := link(m.Peers[0], m.Space)
+	if near := append(slices.Clone(m.Peers), m.Relays...); len(near) > 0 {
+		// All peers and relays share the wire into the GPU.
+		path := link(near[0], m.Space)
 		take("peer_to_gpu_bytes_per_s", &h.PeerToGPU, path.BytesPerSecond)
 		take("peer_copy_latency_s", &h.PeerCopyLatency, path.Latency.Seconds())
 		if h.PeerToGPU == 0 {
@@ -110,6 +114,25 @@ func (m Machine) Assume() planner.Hardware {
 	return h
 }
 
+// takeHostRates sets the rates from the host: those of emulated links, and of GPUs what the profile's rise
+// by with each path. own is the rate of the GPU's own link.
+func (m Machine) takeHostRates(h *planner.Hardware, own float64) {
+	profile := h.HostToGPU
+	if !m.Real && h.Sources["host_to_gpu_bytes_per_s"] == thisMachine {
+		h.HostToGPU = hostRates(m.Topology, m.Space, m.Relays)
+		for i, rate := range h.HostToGPU {
+			if h.HostToGPU[i] = max(own, rate); rate == 0 {
+				h.HostToGPU[i] = unlimited
+			}
+		}
+		return
+	}
+	h.HostToGPU = []float64{own}
+	for i := range m.Relays {
+		h.HostToGPU = append(h.HostToGPU, own*profile[min(i+1, len(profile)-1)]/profile[0])
+	}
+}
+
 // Known is the machine as the planner sees it: the specification of emulated devices or,
 // of real GPUs, the preset of the same name. It returns false where emulated devices run as
 // fast as they can, and where there is no such preset.
@@ -118,6 +141,9 @@ func (m Machine) Known() (planner.Hardware, bool) {
 	gpu, _ := top.Info(m.Space)
 	if m.Real {
 		h, from := Preset(gpu)
+		if from != "" {
+			m.takeHostRates(&h, h.HostToGPU[0])
+		}
 		return h, from != ""
 	}
 	if !m.Timed {
@@ -135,7 +161,10 @@ func (m Machine) Known() (planner.Hardware, bool) {
 		HostMemory: top.Host.MemoryBytes, HostMemoryRate: limit(top.Host.BytesPerSecond), CPUFlops: limit(top.Host.FlopsPerSecond),
 	}
 	from, back := top.Paths[device.Pair{From: device.Host, To: m.Space}], top.Paths[device.Pair{From: m.Space, To: device.Host}]
-	h.HostToGPU, h.HostCopyLatency = []float64{limit(from.BytesPerSecond)}, from.Latency.Seconds()
+	h.HostCopyLatency = from.Latency.Seconds()
+	for _, rate := range hostRates(top, m.Space, m.Relays) {
+		h.HostToGPU = append(h.HostToGPU, limit(rate))
+	}
 	h.GPUToHost = limit(back.BytesPerSecond)
 	for i := range top.GPUs {
 		p, err := top.Path(device.HBM(i), m.Space)

@@ -3,6 +3,7 @@ package planning
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/moeserve/moeserve/configs"
@@ -83,6 +84,9 @@ func NewNamed(model *checkpoint.Model, o NamedOptions) (*Problem, error) {
 		return nil, fault.Of(fault.ErrConfig, err)
 	}
 	peers, spare, err := o.peers(&h)
+	if err == nil {
+		err = o.paths(&h)
+	}
 	if err != nil {
 		return nil, fault.Of(fault.ErrConfig, err)
 	}
@@ -109,8 +113,7 @@ func NewNamed(model *checkpoint.Model, o NamedOptions) (*Problem, error) {
 
 // peers is the number of peers of the named hardware, and the memory that may be borrowed
 // from each, in bytes. As for run, GPUs have the peers that the settings name; emulated
-// devices have one where the hardware has any. Without peers there are no paths through
-// them.
+// devices have one where the hardware has any.
 func (o *NamedOptions) peers(h *planner.Hardware) (count, spare int64, err error) {
 	s := o.Settings
 	c, err := s.Device.ParsePeers()
@@ -147,11 +150,37 @@ func (o *NamedOptions) peers(h *planner.Hardware) (count, spare int64, err error
 	if room.Share > 0 {
 		room.Bytes = int64(room.Share * float64(h.GPUMemory))
 	}
-	if count == 0 {
-		h.HostToGPU = h.HostToGPU[:1]
-	}
 	if s.Offload.Tier == configs.HostTier {
 		count = 0
 	}
 	return count, max(0, each-room.Bytes), nil
+}
+
+// paths sets the rates from the host over the paths that the settings, or the policy's file, ask for.
+func (o *NamedOptions) paths(h *planner.Hardware) error {
+	s := o.Settings
+	c, err := s.Device.ParseHostPaths()
+	if err != nil {
+		return err
+	}
+	relays, calibrated := c.Relays, Calibrated(h, s.Device.GPU)
+	if n := PolicyPaths(s.Plan.Policy); c.Auto && n > 0 {
+		c.Paths = n
+	} else if c.Auto {
+		relays = calibrated
+	}
+	if len(relays) == 0 && c.Paths > 1 {
+		relays = slices.Clone(calibrated)
+		for i := 0; len(relays) < c.Paths-1; i++ {
+			if i != s.Device.GPU && !slices.Contains(relays, i) {
+				relays = append(relays, i)
+			}
+		}
+		relays = relays[:c.Paths-1]
+	}
+	if len(relays) > 0 && h.PeerToGPU == 0 {
+		return fmt.Errorf("--host-paths: hardware %s has no links between GPUs, over which relays reach the one that computes; plan with --host-paths 1", h.Name)
+	}
+	Over(h, s.Device.GPU, relays)
+	return nil
 }

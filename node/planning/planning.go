@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math"
 	"sort"
+	"strconv"
 	"strings"
 
 	"github.com/moeserve/moeserve/configs"
@@ -44,20 +45,14 @@ type Planned struct {
 }
 
 // supported are the planner's choices that this engine supports. The planner also knows
-// GPU attention with a part of the KV cache on the host, and several paths from there, which
-// plan --unrestricted considers.
-func supported() planner.Choices {
-	return planner.Choices{KVOnHost: []float64{0}, HostPaths: []int{1}}
-}
+// GPU attention with a part of the KV cache on the host, which plan --unrestricted considers.
+func supported() planner.Choices { return planner.Choices{KVOnHost: []float64{0}} }
 
 // missing names the features of a policy that this engine does not support.
 func missing(x *planner.Policy) []string {
 	var list []string
 	if x.Attention == configs.OnGPU && x.KVOnHost > 0 {
 		list = append(list, "attention on the GPU with KV cache in host memory")
-	}
-	if x.HostPaths > 1 {
-		list = append(list, fmt.Sprintf("%d paths from the host", x.HostPaths))
 	}
 	return list
 }
@@ -67,7 +62,7 @@ func missing(x *planner.Policy) []string {
 type Explicit struct {
 	MaxNumSeqs, MaxNumBatchedTokens, MicroBatchSize, NumMicroBatches bool
 	Grouping, Attention                                              bool
-	Fraction, ResidentExperts                                        bool
+	Fraction, ResidentExperts, HostPaths                             bool
 }
 
 // ExplicitIn reads the explicit settings by key.
@@ -76,7 +71,7 @@ func ExplicitIn(is func(key string) bool) Explicit {
 		MaxNumSeqs: is("max-num-seqs"), MaxNumBatchedTokens: is("max-num-batched-tokens"),
 		MicroBatchSize: is("micro-batch-size"), NumMicroBatches: is("num-micro-batches"),
 		Grouping: is("expert-grouping"), Attention: is("attention"),
-		Fraction: is("offload-fraction"), ResidentExperts: is("resident-experts"),
+		Fraction: is("offload-fraction"), ResidentExperts: is("resident-experts"), HostPaths: is("host-paths"),
 	}
 }
 
@@ -454,6 +449,9 @@ func (p *Problem) bound(c planner.Choices) (planner.Choices, error) {
 	if given.Fraction {
 		c.Offload = &p.offload.Fraction
 	}
+	if given.HostPaths { // all that there are
+		c.HostPaths = []int{len(p.Hardware.HostToGPU)}
+	}
 	return c, nil
 }
 
@@ -521,6 +519,12 @@ func (p *Problem) file() (x planner.Policy, notes []string, err error) {
 	if x.PeerExperts = min(x.PeerExperts, all-x.ResidentExperts); p.offload.Tier == configs.HostTier {
 		x.PeerExperts = 0
 	}
+	if have := len(p.Hardware.HostToGPU); c.HostPaths != nil {
+		x.HostPaths = have
+	} else if x.HostPaths > have {
+		notes = append(notes, fmt.Sprintf("%s has %d paths from the host and there are %d; name relays (--host-paths), or make a policy for these", path, x.HostPaths, have))
+		x.HostPaths = have
+	}
 	if x.PeerExperts > 0 && p.Hardware.PeerMemory == 0 {
 		notes = append(notes, fmt.Sprintf("%s has %d experts in peer memory and there are no peers: these experts are fetched from host memory, which is slower; name peers (--peers), or make a policy without", path, x.PeerExperts))
 		x.PeerExperts = 0
@@ -550,6 +554,9 @@ func (p *Problem) resolve(r planner.Prediction) *Planned {
 	decide("max-num-batched-tokens", given.MaxNumBatchedTokens, max(x.Batch, x.PrefillTokens, p.step))
 	decide("micro-batch-size", given.MicroBatchSize || p.batch.NumMicroBatches > 0, sizing.BatchOf(x).MicroBatchSize)
 	decide("expert-grouping", given.Grouping, x.Grouping.String())
+	if len(p.Hardware.HostToGPU) > 1 {
+		decide("host-paths", given.HostPaths, strconv.Itoa(x.HostPaths))
+	}
 	decide("attention", given.Attention && p.batch.Attention != configs.AnyPlace, x.Attention.String())
 	list := []configs.Tier{configs.HostTier}
 	if p.Hardware.PeerMemory > 0 {

@@ -47,8 +47,8 @@ type Options struct {
 	// HostKV is the pinned host memory of KV tiers, by the size of a KV block in bytes.
 	// Default: none.
 	HostKV func(blockBytes int64) int64
-	// ClearsKV: KV blocks have copies in peers' memory, which is scrubbed before release.
-	ClearsKV bool
+	// ClearsAlways: other memory of peers is borrowed, whatever is offloaded: for KV blocks, or relays.
+	ClearsAlways bool
 }
 
 // Footprint computes the memory of an engine. It is immutable.
@@ -154,7 +154,7 @@ func (f *Footprint) stepBytes(l forward.Limits, b configs.Batch) (activations, m
 // scrubBuffer is the pinned memory of zeros that borrowed memory is scrubbed with, for a
 // number of offloaded experts.
 func (f *Footprint) scrubBuffer(offloaded int) int64 {
-	if !f.o.ClearsKV && (!f.o.Clears || offloaded == 0) {
+	if !f.o.ClearsAlways && (!f.o.Clears || offloaded == 0) {
 		return 0
 	}
 	return harvest.Options{}.EnsureDefaults().ScrubBytes

@@ -29,9 +29,9 @@ type PeerBudget struct {
 	Experts int
 }
 
-// NewPeerBudget is the budget of a peer for experts of a size.
-func NewPeerBudget(peer device.Space, u device.Usage, headroom, expertBytes int64) PeerBudget {
-	b := PeerBudget{Space: peer.String(), Capacity: u.Capacity, Other: u.OtherProcesses, Headroom: headroom, Spare: max(u.Free()-headroom, 0)}
+// NewPeerBudget is the budget of a peer for experts of a size, beside what is kept for other purposes.
+func NewPeerBudget(peer device.Space, u device.Usage, headroom, kept, expertBytes int64) PeerBudget {
+	b := PeerBudget{Space: peer.String(), Capacity: u.Capacity, Other: u.OtherProcesses, Headroom: headroom, Spare: max(u.Free()-headroom-kept, 0)}
 	b.Experts = int(b.Spare / expertBytes)
 	return b
 }

@@ -1,0 +1,502 @@
+package node_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/devices"
+	"github.com/moeserve/moeserve/node/fault"
+	"github.com/moeserve/moeserve/node/sleeping"
+	"github.com/moeserve/moeserve/tools/fixtures"
+	"github.com/moeserve/moeserve/tools/racedetector"
+)
+
+// usage reads what is allocated in each memory.
+func usage(t *testing.T, n *node.Node) map[device.Space]int64 {
+	t.Helper()
+	all := map[device.Space]int64{}
+	for _, s := range n.Machine().Topology().Spaces() {
+		u, err := n.Machine().Usage(s)
+		if errors.Is(err, device.ErrLost) {
+			continue
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		all[s] = u.Allocated
+	}
+	return all
+}
+
+// tokensOf runs a few requests and returns their tokens.
+func tokensOf(t *testing.T, n *node.Node) string {
+	t.Helper()
+	var rs []engine.Request
+	for i := range 4 {
+		p := engine.DefaultParams()
+		p.MaxTokens, p.IgnoreEOS, p.Seed, p.Temperature = 12, true, uint64(i), float32(i%2)
+		prompt := make([]int32, 20+9*i)
+		for j := range prompt {
+			prompt[j] = int32((13*i + 7*j + j*j) % 90)
+		}
+		rs = append(rs, engine.Request{ID: fmt.Sprint(i), Prompt: prompt, Params: p})
+	}
+	outs, err := n.Engine().Generate(t.Context(), rs, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var all [][]int32
+	for _, o := range outs {
+		all = append(all, o.TokenIDs)
+	}
+	return fmt.Sprint(all)
+}
+
+// TestSleepSameTokens: after each level of sleep tokens are those from before, the GPU's memory and
+// that of peers is empty meanwhile, and accounts are the same afterwards.
+func TestSleepSameTokens(t *testing.T) {
+	kvTiers := `{"kv_connector_extra_config": {"num_gpu_blocks": 16, "num_cpu_blocks": 16}}`
+	for name, x := range map[string]struct {
+		fraction float64
+		change   func(*configs.Settings)
+	}{
+		"resident":              {0, nil},
+		"resident/graphs off":   {0, func(s *configs.Settings) { s.Kernels.EnforceEager = true }},
+		"half/host":             {0.5, func(s *configs.Settings) { s.Offload.Tier = configs.HostTier }},
+		"half/peers":            {0.5, func(s *configs.Settings) { s.Offload.Tier = configs.PeerTier }},
+		"half/dynamic":          {0.5, func(s *configs.Settings) { s.Offload.DynamicResidency, s.Harvest.MigrationLimit = true, "0" }},
+		"all/any tier":          {1, func(s *configs.Settings) { s.Harvest.MigrationLimit = "0" }},
+		"half/KV tiers":         {0.5, func(s *configs.Settings) { s.KV.TransferConfig = kvTiers }},
+		"half/lending":          {0.5, func(s *configs.Settings) { s.KV.ExpertsShare, s.KV.MaxModelLen = configs.AutoShare, 128 }},
+		"half/attention on CPU": {0.5, func(s *configs.Settings) { s.Batch.Attention = configs.OnCPU }},
+	} {
+		for _, o := range []emulated.Options{linked(emulated.Random), {Check: true, GPUs: linked(emulated.Random).GPUs}} {
+			t.Run(fmt.Sprintf("%s/virtual %t", name, o.Virtual), func(t *testing.T) {
+				t.Parallel()
+				n := open(t, machine{fraction: x.fraction, options: o}, x.change)
+				want := tokensOf(t, n)
+				if l := n.KVLender(); l != nil {
+					l.Move(2)
+					_ = tokensOf(t, n)
+				}
+				modes := []engine.PauseMode{engine.PauseWait, engine.PauseKeep, engine.PauseAbort}
+				before, copies := usage(t, n), n.Observe().Experts().PeerCopies
+				for i, level := range []sleeping.Level{sleeping.Copy, sleeping.Copy, sleeping.Drop, sleeping.Copy} {
+					times, err := n.Sleep(t.Context(), level, modes[i%len(modes)])
+					if err != nil {
+						t.Fatal(err)
+					}
+					s := n.Sleeping()
+					if s.Level != level || !s.Weights || !s.KVCache || !n.Engine().State().Paused {
+						t.Errorf("asleep with state %+v", s)
+					}
+					asleep := usage(t, n)
+					for space, bytes := range asleep {
+						if space != device.Host && bytes > 0 {
+							t.Errorf("level %d: %d bytes of %s are allocated by a model that sleeps", level, bytes, space)
+						}
+					}
+					if level == sleeping.Drop && asleep[device.Host] > before[device.Host]+s.HostBytes {
+						t.Errorf("level 2 has %d bytes of host memory, %d before", asleep[device.Host], before[device.Host])
+					}
+					if copied := times.Bytes; level == sleeping.Copy && copied == 0 {
+						t.Error("nothing was copied")
+					}
+					if _, err := n.Wake(t.Context()); err != nil {
+						t.Fatal(err)
+					}
+					if s := n.Sleeping(); s.Asleep() || s.Weights || s.KVCache || n.Engine().State().Paused {
+						t.Errorf("awake with state %+v", s)
+					}
+					if got := n.Observe().Experts().PeerCopies; n.Info().Settings.Offload.Tier == configs.PeerTier && got != copies {
+						t.Errorf("%d experts have peer copies after the wake, %d before", got, copies)
+					}
+					after := usage(t, n)
+					gpu := device.HBM(0)
+					if after[gpu] != before[gpu] || after[device.Host]-n.Sleeping().HostBytes != before[device.Host] {
+						t.Errorf("level %d: %v is allocated after wake, %v before, %d for copies", level, after, before, n.Sleeping().HostBytes)
+					}
+					if got := tokensOf(t, n); got != want {
+						t.Fatalf("tokens after sleep at level %d: %s, want %s", level, got, want)
+					}
+				}
+			})
+		}
+	}
+}
+
+// openSleeper opens a node on a machine that the test has a hold of.
+func openSleeper(t *testing.T, o emulated.Options, share *devices.Shared, change func(*configs.Settings)) (*node.Node, *emulated.Machine) {
+	t.Helper()
+	s := configs.Defaults()
+	s.Offload.Fraction = 0.5
+	if change != nil {
+		change(&s)
+	}
+	var m *emulated.Machine
+	n, err := node.Open(t.Context(), node.Options{Settings: s, Share: share, OpenMachine: func() (device.Machine, error) {
+		x, err := emulated.New(o)
+		m = x
+		return x, err
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := n.Close(); err != nil && !errors.Is(err, device.ErrLost) {
+			t.Error(err)
+		}
+	})
+	return n, m
+}
+
+// inject has what matches fail until mend is called.
+func inject(m *emulated.Machine, kind emulated.FaultKind, match func(emulated.Point) bool) (mend func()) {
+	var mended atomic.Bool
+	m.Inject(&emulated.Fault{Kind: kind, Times: -1, Match: func(p emulated.Point) bool { return !mended.Load() && match(p) }})
+	return func() { mended.Store(true) }
+}
+
+// TestSleepTwice: what sleeps can be put to sleep again, deeper, and what is awake can be woken; a
+// partial wake leaves the rest asleep.
+func TestSleepTwice(t *testing.T) {
+	n, _ := openSleeper(t, linked(emulated.Random), nil, nil)
+	want := tokensOf(t, n)
+	step := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	wake := func(tags ...sleeping.Tag) error { _, err := n.Wake(t.Context(), tags...); return err }
+	sleep := func(l sleeping.Level) error { _, err := n.Sleep(t.Context(), l, engine.PauseWait); return err }
+	step(wake())
+	for range 2 {
+		step(sleep(sleeping.Copy))
+	}
+	one := usage(t, n)[device.Host]
+	for range 2 {
+		step(sleep(sleeping.Drop))
+	}
+	if two := usage(t, n)[device.Host]; two >= one || n.Sleeping().Level != sleeping.Drop {
+		t.Errorf("host memory: %d bytes at level 1, %d after level 2; %+v", one, two, n.Sleeping())
+	}
+	step(sleep(sleeping.Copy)) // no copy is there any more
+	if n.Sleeping().Level != sleeping.Drop {
+		t.Errorf("level 1 after level 2: %+v", n.Sleeping())
+	}
+	step(wake(sleeping.Weights))
+	if s := n.Sleeping(); s.Weights || !s.KVCache || !s.Asleep() || !n.Engine().State().Paused {
+		t.Errorf("with weights awake: %+v", s)
+	}
+	step(sleep(sleeping.Copy))
+	if s := n.Sleeping(); !s.Weights || !s.KVCache || usage(t, n)[device.HBM(0)] > 0 {
+		t.Errorf("asleep again after a partial wake: %+v, %v", s, usage(t, n))
+	}
+	step(wake(sleeping.KVCache))
+	step(wake(sleeping.Weights, sleeping.KVCache))
+	step(wake())
+	if got := tokensOf(t, n); got != want {
+		t.Errorf("tokens %s, want %s", got, want)
+	}
+	if err := sleep(3); !errors.Is(err, fault.ErrConfig) || n.Sleeping().Asleep() {
+		t.Errorf("level 3: %v", err)
+	}
+}
+
+// TestSleepMemory: with --sleep-memory start the first sleep allocates nothing, and with release
+// nothing is kept.
+func TestSleepMemory(t *testing.T) {
+	for setting, kept := range map[string]bool{configs.ReservedSleepMemory: true, configs.ReleasedSleepMemory: false, configs.KeptSleepMemory: true} {
+		n, m := openSleeper(t, linked(emulated.Random), nil, func(s *configs.Settings) { s.Device.SleepMemory = setting })
+		before := usage(t, n)[device.Host]
+		mend := inject(m, emulated.RefuseAlloc, func(p emulated.Point) bool { return strings.Contains(p.Label, "sleeping model") })
+		_, err := n.Sleep(t.Context(), sleeping.Copy, engine.PauseWait)
+		if (err == nil) != (setting == configs.ReservedSleepMemory) || err != nil && (!errors.Is(err, device.ErrOutOfMemory) || n.Sleeping().Asleep() || n.Engine().State().Paused) {
+			t.Errorf("%s: sleep without host memory: %v, %+v", setting, err, n.Sleeping())
+		}
+		mend()
+		if setting != configs.ReservedSleepMemory {
+			if _, err := n.Sleep(t.Context(), sleeping.Copy, engine.PauseWait); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if _, err := n.Wake(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if setting == configs.ReservedSleepMemory {
+			if after := usage(t, n)[device.Host]; after != before {
+				t.Errorf("%s: %d bytes of host memory after a wake, %d before", setting, after, before)
+			}
+		}
+		if got := n.Sleeping().HostBytes > 0; got != kept {
+			t.Errorf("%s: host memory is kept: %t", setting, got)
+		}
+	}
+}
+
+// TestSleepFaults: copies that fail at a sleep leave the model awake, and those that fail at a wake
+// leave it asleep, as does memory that others have; both can be tried again.
+func TestSleepFaults(t *testing.T) {
+	for _, o := range []emulated.Options{linked(emulated.Random), {GPUs: linked(emulated.Random).GPUs}} {
+		n, m := openSleeper(t, o, nil, func(s *configs.Settings) { s.Offload.Tier = configs.PeerTier })
+		want := tokensOf(t, n)
+		before := usage(t, n)
+		fail := func(from, to device.Space) (mend func()) {
+			return inject(m, emulated.FailCopy, func(p emulated.Point) bool { return p.From == from && p.To == to && p.Bytes > 4096 })
+		}
+		mend := fail(device.HBM(0), device.Host)
+		if _, err := n.Sleep(t.Context(), sleeping.Copy, engine.PauseKeep); !errors.Is(err, device.ErrCopyFailed) || !errors.Is(err, fault.ErrDevice) {
+			t.Errorf("a sleep whose copies fail: %v", err)
+		}
+		mend()
+		if n.Sleeping().Asleep() || n.Engine().State().Paused {
+			t.Errorf("after a failed sleep: %+v", n.Sleeping())
+		}
+		if got := tokensOf(t, n); got != want {
+			t.Errorf("tokens after a failed sleep: %s, want %s", got, want)
+		}
+		for _, level := range []sleeping.Level{sleeping.Copy, sleeping.Drop} {
+			if _, err := n.Sleep(t.Context(), level, engine.PauseKeep); err != nil {
+				t.Fatal(err)
+			}
+			asleep := usage(t, n)
+			mend = fail(device.Host, device.HBM(0))
+			if _, err := n.Wake(t.Context()); !errors.Is(err, device.ErrCopyFailed) {
+				t.Errorf("level %d: a wake whose copies fail: %v", level, err)
+			}
+			mend()
+			mend = inject(m, emulated.RefuseAlloc, func(p emulated.Point) bool { return p.Label == "kv cache" })
+			if _, err := n.Wake(t.Context(), sleeping.KVCache); !errors.Is(err, device.ErrOutOfMemory) {
+				t.Errorf("level %d: a wake without memory: %v", level, err)
+			}
+			mend()
+			now := usage(t, n)
+			if s := n.Sleeping(); s.Level != level || !s.Weights || !s.KVCache || !n.Engine().State().Paused || fmt.Sprint(now) != fmt.Sprint(asleep) {
+				t.Errorf("level %d: after failed wakes: %+v, %v allocated, %v before", level, s, now, asleep)
+			}
+			if _, err := n.Wake(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			if got := tokensOf(t, n); got != want {
+				t.Errorf("level %d: tokens %s, want %s", level, got, want)
+			}
+		}
+		if after := usage(t, n); after[device.HBM(0)] != before[device.HBM(0)] {
+			t.Errorf("%v is allocated at the end, %v at first", after, before)
+		}
+	}
+}
+
+// TestSleepLostPeer: a peer that is lost while the model sleeps costs its copies, and nothing else.
+func TestSleepLostPeer(t *testing.T) {
+	for _, o := range []emulated.Options{linked(emulated.Random), {GPUs: linked(emulated.Random).GPUs}} {
+		n, m := openSleeper(t, o, nil, func(s *configs.Settings) {
+			s.Offload.Tier, s.KV.TransferConfig = configs.PeerTier, `{"kv_connector_extra_config": {"num_gpu_blocks": 16}}`
+		})
+		want := tokensOf(t, n)
+		if _, err := n.Sleep(t.Context(), sleeping.Copy, engine.PauseWait); err != nil {
+			t.Fatal(err)
+		}
+		if err := m.Lose(1); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := n.Wake(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		for range 2 {
+			if got := tokensOf(t, n); got != want {
+				t.Errorf("tokens %s, want %s", got, want)
+			}
+		}
+	}
+}
+
+// TestSleepReload: level 2 reads the checkpoint again; where that is gone, or is another model's, the
+// wake says so, and works when it is back.
+func TestSleepReload(t *testing.T) {
+	dir := fixtures.Dir(t, fixtures.Names(t)[0])
+	other := fixtures.Dir(t, fixtures.Names(t)[1])
+	link := filepath.Join(t.TempDir(), "model")
+	point := func(at string) {
+		t.Helper()
+		if err := errors.Join(os.RemoveAll(link), os.Symlink(at, link)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	point(dir)
+	n, _ := openSleeper(t, emulated.Options{}, nil, func(s *configs.Settings) { s.Model.Name = link })
+	want := tokensOf(t, n)
+	if _, err := n.Sleep(t.Context(), sleeping.Drop, engine.PauseWait); err != nil {
+		t.Fatal(err)
+	}
+	for _, at := range []string{filepath.Join(t.TempDir(), "nothing"), other} {
+		point(at)
+		if _, err := n.Wake(t.Context()); !errors.Is(err, fault.ErrModel) && !errors.Is(err, fault.ErrConfig) || !n.Sleeping().Weights {
+			t.Errorf("a wake with a checkpoint at %s: %v, %+v", at, err, n.Sleeping())
+		}
+	}
+	point(dir)
+	if _, err := n.Wake(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if got := tokensOf(t, n); got != want {
+		t.Errorf("tokens %s, want %s", got, want)
+	}
+}
+
+// TestSleepBusy: sleeps and wakes at any time, with requests that come and go: each request that is
+// answered is answered as alone, and none is lost.
+func TestSleepBusy(t *testing.T) {
+	for name, change := range map[string]func(*configs.Settings){
+		"host": func(s *configs.Settings) { s.Offload.Tier = configs.HostTier },
+		"peers, KV tiers": func(s *configs.Settings) {
+			s.Offload.DynamicResidency, s.Harvest.MigrationLimit = true, "0"
+			s.KV.TransferConfig = `{"kv_connector_extra_config": {"num_gpu_blocks": 16, "num_cpu_blocks": 16}}`
+		},
+		"lending": func(s *configs.Settings) { s.KV.ExpertsShare, s.KV.MaxModelLen = configs.AutoShare, 128 },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			n, _ := openSleeper(t, emulated.Options{Check: true, GPUs: linked(emulated.Random).GPUs}, nil, change)
+			requests := make([]engine.Request, 8)
+			want := make([][]int32, len(requests))
+			for i := range requests {
+				p := engine.DefaultParams()
+				p.MaxTokens, p.IgnoreEOS = 10+5*i, true
+				prompt := make([]int32, 20+3*i)
+				for j := range prompt {
+					prompt[j] = int32((i + 7*j) % 90)
+				}
+				requests[i] = engine.Request{ID: fmt.Sprint(i), Prompt: prompt, Params: p}
+				outs, err := n.Engine().Generate(t.Context(), requests[i:i+1], nil)
+				if err != nil {
+					t.Fatal(err)
+				}
+				want[i] = outs[0].TokenIDs
+			}
+			running, cancel := context.WithCancel(context.Background())
+			ran := make(chan error, 1)
+			go func() { ran <- n.Engine().Run(running) }()
+			stop := make(chan struct{})
+			busyRounds := racedetector.Fewer(6, 2)
+			var clients, sleeper sync.WaitGroup
+			for i := range requests {
+				clients.Go(func() {
+					for range busyRounds {
+						j, err := n.Engine().Submit(t.Context(), requests[i])
+						if err != nil {
+							t.Error(err)
+							return
+						}
+						updates, err := j.Wait(t.Context())
+						if errors.Is(err, engine.ErrPaused) {
+							continue
+						}
+						var got []int32
+						for _, u := range updates {
+							for _, x := range u.Tokens {
+								got = append(got, x.ID)
+							}
+						}
+						if err != nil || !slices.Equal(got, want[i]) {
+							t.Errorf("request %d: %v, %v; want %v", i, got, err, want[i])
+						}
+					}
+				})
+			}
+			sleeper.Go(func() {
+				modes := []engine.PauseMode{engine.PauseKeep, engine.PauseWait, engine.PauseKeep, engine.PauseAbort}
+				for i := 0; ; i++ {
+					select {
+					case <-stop:
+						return
+					case <-time.After(3 * time.Millisecond):
+					}
+					if _, err := n.Sleep(t.Context(), sleeping.Level(1+i%3/2), modes[i%len(modes)]); err != nil {
+						t.Error(err)
+					}
+					if _, err := n.Wake(t.Context()); err != nil {
+						t.Error(err)
+					}
+				}
+			})
+			clients.Wait()
+			close(stop)
+			sleeper.Wait()
+			cancel()
+			if err := <-ran; err != nil {
+				t.Error(err)
+			}
+			if n.Sleeping().Sleeps < 2 {
+				t.Errorf("%d sleeps", n.Sleeping().Sleeps)
+			}
+		})
+	}
+}
+
+// TestSleepClose: a node can be closed while it sleeps, at either level and half awake, and leaks nothing.
+func TestSleepClose(t *testing.T) {
+	for _, level := range []sleeping.Level{sleeping.Copy, sleeping.Drop} {
+		for _, half := range []bool{false, true} {
+			n, _ := openSleeper(t, linked(emulated.Random), nil, nil)
+			if _, err := n.Sleep(t.Context(), level, engine.PauseWait); err != nil {
+				t.Fatal(err)
+			}
+			if half {
+				if _, err := n.Wake(t.Context(), sleeping.Weights); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+	}
+}
+
+// TestSleepShared: two nodes that together do not fit share a machine, one awake at a time.
+func TestSleepShared(t *testing.T) {
+	share := &devices.Shared{}
+	o := emulated.Options{Check: true, GPUs: slices.Repeat([]emulated.GPU{{MemoryBytes: 24 << 20}}, 2)}
+	var nodes []*node.Node
+	var want []string
+	dir := fixtures.Dir(t, fixtures.Names(t)[0])
+	for _, name := range []string{"", dir} {
+		n, _ := openSleeper(t, o, share, func(s *configs.Settings) { s.Model.Name = name })
+		want = append(want, tokensOf(t, n))
+		if _, err := n.Sleep(t.Context(), sleeping.Copy, engine.PauseWait); err != nil {
+			t.Fatal(err)
+		}
+		nodes = append(nodes, n)
+	}
+	for i := range 4 {
+		n := nodes[i%2]
+		if _, err := n.Turn().Wake(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if got := tokensOf(t, n); got != want[i%2] {
+			t.Errorf("turn %d: tokens %s, want %s", i, got, want[i%2])
+		}
+		if _, err := nodes[(i+1)%2].Wake(t.Context()); !errors.Is(err, device.ErrOutOfMemory) {
+			t.Errorf("two models are awake in memory for one: %v", err)
+		}
+		if took, err := n.Turn().Sleep(t.Context(), make(chan struct{})); err != nil || took.Total <= 0 {
+			t.Fatal(took, err)
+		}
+	}
+	if nodes[0].Machine() != nodes[1].Machine() {
+		t.Error("the nodes have two machines")
+	}
+}
