@@ -13,10 +13,12 @@ build:            ## the binary: with CUDA where gcc and a cuda.h are, else for 
 	  echo "building for the CPU alone"; \
 	  CGO_ENABLED=0 $(GO) build -trimpath -ldflags '$(LDFLAGS)' -o moeserve ./cmd/moeserve; \
 	else $(MAKE) -s cuda; fi
-	@if command -v $(CC) >/dev/null; then $(MAKE) -s preload; else echo "no C compiler: libmoeserve-reclaim.so is not built"; fi
+	@if command -v $(CC) >/dev/null; then $(MAKE) -s preload; else echo "no C compiler: libmoeserve-reclaim.so and libmoeserve-multipath.so are not built"; fi
 
-preload:          ## the library for programs beside moeserve that allocate GPU memory (preload/reclaim.c)
-	$(CC) -O2 -Wall -Wextra -Werror -fvisibility=hidden -shared -fPIC -o libmoeserve-reclaim.so preload/reclaim.c -ldl
+PRELOAD := -O2 -Wall -Wextra -Werror -fvisibility=hidden -shared -fPIC
+preload:          ## the libraries for programs beside moeserve: memory that it gives back (preload/reclaim.c), copies over all PCIe links (preload/multipath)
+	$(CC) $(PRELOAD) -o libmoeserve-reclaim.so preload/reclaim.c -ldl
+	$(CC) $(PRELOAD) -pthread -o libmoeserve-multipath.so preload/multipath/*.c -ldl
 
 include Makefile.cuda
 
@@ -60,8 +62,9 @@ hammer:           ## a million random operations on harvest, from 8 goroutines; 
 	MOESERVE_HAMMER=1000000 $(GO) test -race -count=1 -timeout 30m -run TestHammer ./harvest
 	MOESERVE_TIER_CASES=1500 $(GO) test -run TestSameTokensOverTiers -timeout 30m ./node
 
-simulate:         ## how the rebalancer follows shifting use: simulations with thresholds, the built-in model's tasks in turn, and memory shared by KV blocks and experts
+simulate:         ## how the rebalancer follows shifting use: simulations with thresholds, the built-in model's tasks in turn, memory shared by KV blocks and experts, and copies over several PCIe links
 	$(GO) test -count=1 -tags simulate -run 'TestShift|TestSharedMemory|TestTasksInTurn|TestLending' -timeout 30m ./rebalancer ./node
+	$(GO) test -count=1 -tags simulate -v -timeout 30m ./transfer/dispatch/simulation
 
 bench:            ## kernels on the CPU, tokenizer, devices
 	$(GO) test -run '^$$' -bench . ./kernels/cpu ./models/tokenizer ./device/emulated
@@ -70,4 +73,4 @@ memory:           ## peak memory of loading a checkpoint of 1.2 GB
 	bash tools/bigcheckpoint/measure.sh
 
 clean:
-	rm -rf moeserve libmoeserve-reclaim.so build coverage.out
+	rm -rf moeserve libmoeserve-reclaim.so libmoeserve-multipath.so build coverage.out

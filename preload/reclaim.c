@@ -18,12 +18,9 @@
    The protocol is that of moeserve's package harvest/reclaim. */
 #define _GNU_SOURCE
 #include <dirent.h>
-#include <dlfcn.h>
 #include <errno.h>
 #include <poll.h>
 #include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -33,48 +30,12 @@
 #include <time.h>
 #include <unistd.h>
 
-#define EXPORT __attribute__((visibility("default")))
-
-/* The driver's types. */
-typedef int CUresult;
-typedef int CUdevice;
-typedef unsigned long long CUdeviceptr;
-typedef void *Opaque; /* streams, pools, handles */
-typedef struct { unsigned char bytes[16]; } CUuuid;
-enum { SUCCESS = 0, OUT_OF_MEMORY = 2 };
+#include "driver.h"
 
 /* The head of CUmemAllocationProp. */
 typedef struct {
   int type, handle_types, location_type, location_id;
 } AllocationProp;
-
-/* ---- the driver's own functions ---- */
-
-typedef void *Dlsym(void *, const char *);
-
-static Dlsym *own_dlsym(void) {
-  static Dlsym *f;
-  if (!f) {
-    /* dlsym cannot be looked up by itself: this library has one of its own. Its version depends on the
-       architecture and on glibc. */
-    static const char *const versions[] = {"GLIBC_2.34", "GLIBC_2.2.5", "GLIBC_2.17", "GLIBC_2.27"};
-    for (size_t i = 0; !f && i < sizeof versions / sizeof *versions; i++) f = (Dlsym *)dlvsym(RTLD_NEXT, "dlsym", versions[i]);
-    if (!f) {
-      static const char message[] = "moeserve: libmoeserve-reclaim.so finds no dlsym in this C library\n";
-      if (write(2, message, sizeof message - 1)) {}
-      _exit(127);
-    }
-  }
-  return f;
-}
-
-/* driver looks up a function of the driver, which the program has loaded by then. */
-static void *driver(const char *name) {
-  static void *library;
-  if (!library) library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
-  if (!library) library = dlopen("libcuda.so.1", RTLD_LAZY);
-  return library ? own_dlsym()(library, name) : NULL;
-}
 
 /* ---- requests ---- */
 
@@ -241,7 +202,7 @@ end:
   static Type_##name *own_##name; \
   EXPORT CUresult name parameters { \
     if (!own_##name) own_##name = (Type_##name *)driver(#name); \
-    if (!own_##name) return 500; /* not found */ \
+    if (!own_##name) return NOT_FOUND; \
     Reclaim r = {0}; \
     CUresult result; \
     do result = own_##name arguments; \
@@ -260,83 +221,12 @@ WRAP(cuMemAllocFromPoolAsync_ptsz, (CUdeviceptr * p, size_t n, Opaque pool, Opaq
 WRAP(cuMemCreate, (unsigned long long *handle, size_t n, const AllocationProp *prop, unsigned long long flags), (handle, n, prop, flags), n,
      prop->location_type == 1 ? prop->location_id : -1)
 
-typedef CUresult GetProc(const char *, void **, int, uint64_t);
-typedef CUresult GetProc2(const char *, void **, int, uint64_t, void *);
-EXPORT CUresult cuGetProcAddress(const char *, void **, int, uint64_t);
-EXPORT CUresult cuGetProcAddress_v2(const char *, void **, int, uint64_t, void *);
-static GetProc *own_get;
-static GetProc2 *own_get2;
-
-/* Wrapped functions by the driver's names, and by those that cuGetProcAddress knows. */
-static const struct {
-  const char *name, *base;
-  void *wrapper, **own;
-  int per_thread; /* for streams of the thread */
-} wrapped[] = {
-#define ROW(name, base, per_thread) {#name, base, (void *)name, (void **)&own_##name, per_thread}
-    ROW(cuMemAlloc_v2, "cuMemAlloc", 0),
-    ROW(cuMemAllocPitch_v2, "cuMemAllocPitch", 0),
-    ROW(cuMemAllocAsync, "cuMemAllocAsync", 0),
-    ROW(cuMemAllocAsync_ptsz, "cuMemAllocAsync", 1),
-    ROW(cuMemAllocFromPoolAsync, "cuMemAllocFromPoolAsync", 0),
-    ROW(cuMemAllocFromPoolAsync_ptsz, "cuMemAllocFromPoolAsync", 1),
-    ROW(cuMemCreate, "cuMemCreate", 0),
-    {"cuGetProcAddress", "", (void *)cuGetProcAddress, (void **)&own_get, 0},
-    {"cuGetProcAddress_v2", "", (void *)cuGetProcAddress_v2, (void **)&own_get2, 0},
-};
-#define WRAPPED (sizeof wrapped / sizeof *wrapped)
-
-/* wrap replaces a function that cuGetProcAddress has found. */
-static void wrap(const char *symbol, void **f, int version, uint64_t flags) {
-  if (!f || !*f || !symbol) return;
-  if (!strcmp(symbol, "cuGetProcAddress")) { /* itself, which has had another signature since CUDA 12.0 */
-    if (version >= 12000) {
-      if (*f != (void *)cuGetProcAddress_v2) own_get2 = (GetProc2 *)*f;
-      *f = (void *)cuGetProcAddress_v2;
-    } else {
-      if (*f != (void *)cuGetProcAddress) own_get = (GetProc *)*f;
-      *f = (void *)cuGetProcAddress;
-    }
-    return;
-  }
-  if (version < 3020) return; /* with sizes of 32 bits */
-  int per_thread = flags >> 1 & 1; /* CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM */
-  for (int pass = per_thread; pass >= 0; pass--)
-    for (size_t i = 0; i < WRAPPED; i++)
-      if (!strcmp(symbol, wrapped[i].base) && wrapped[i].per_thread == pass) {
-        if (*f != wrapped[i].wrapper) *wrapped[i].own = *f;
-        *f = wrapped[i].wrapper;
-        return;
-      }
-}
-
-EXPORT CUresult cuGetProcAddress(const char *symbol, void **f, int version, uint64_t flags) {
-  if (!own_get) own_get = (GetProc *)driver("cuGetProcAddress");
-  if (!own_get) return 500;
-  CUresult result = own_get(symbol, f, version, flags);
-  if (result == SUCCESS) wrap(symbol, f, version, flags);
-  return result;
-}
-
-EXPORT CUresult cuGetProcAddress_v2(const char *symbol, void **f, int version, uint64_t flags, void *status) {
-  if (!own_get2) own_get2 = (GetProc2 *)driver("cuGetProcAddress_v2");
-  if (!own_get2) return 500;
-  CUresult result = own_get2(symbol, f, version, flags, status);
-  if (result == SUCCESS) wrap(symbol, f, version, flags);
-  return result;
-}
-
-/* dlsym returns the wrapped functions where the driver has them. All else goes on by a jump, since
-   RTLD_NEXT depends on the caller: build with optimization. */
-EXPORT void *dlsym(void *library, const char *name) {
-  Dlsym *own = own_dlsym();
-  if (name[0] == 'c' && name[1] == 'u')
-    for (size_t i = 0; i < WRAPPED; i++)
-      if (!strcmp(name, wrapped[i].name)) {
-        void *f = own(library, name);
-        if (!f || f == wrapped[i].wrapper) return f;
-        *wrapped[i].own = f;
-        return wrapped[i].wrapper;
-      }
-  return own(library, name);
-}
+#define WRAPPED_ROWS                                             \
+  ROW(cuMemAlloc_v2, "cuMemAlloc", 0)                            \
+  ROW(cuMemAllocPitch_v2, "cuMemAllocPitch", 0)                  \
+  ROW(cuMemAllocAsync, "cuMemAllocAsync", 0)                     \
+  ROW(cuMemAllocAsync_ptsz, "cuMemAllocAsync", 1)                \
+  ROW(cuMemAllocFromPoolAsync, "cuMemAllocFromPoolAsync", 0)     \
+  ROW(cuMemAllocFromPoolAsync_ptsz, "cuMemAllocFromPoolAsync", 1) \
+  ROW(cuMemCreate, "cuMemCreate", 0)
+#include "interpose.h"

@@ -2,7 +2,7 @@
 # All tests and measurements that need a GPU, in two halves:
 #   tools/cuda/gpu.sh build FOLDER            builds and packs what has to run, without a GPU
 #   tools/cuda/gpu.sh run FOLDER LOGS PART... runs it on a machine with a GPU and this tree, and prints a table
-# Without PART: all parts from device to sanitize, except those that name two GPUs, whole-mixtral, beside, gaps, layout, kvcopy and load. LOGS gets at most 8 files.
+# Without PART: all parts from device to sanitize, except those that name two GPUs, whole-mixtral, beside, gaps, layout, kvcopy, latency and load. LOGS gets at most 8 files.
 #   device        device/cuda: conformance, NVML, NVRTC; experts, kvcache, pipeline and engine on it
 #   kernels       every kernel against its reference, small shapes; those for sm_80; start, cold and warm
 #   kernels-full  the same at the shapes of the models
@@ -17,6 +17,8 @@
 #   whole-mixtral the same of Mixtral: 93 GB, of which host memory must hold up to 84 GiB
 #   tiers         two GPUs: devicetest's peer part; fixtures with experts on the second GPU, whose memory is
 #                 revoked meanwhile; Qwen1.5-MoE, and Mixtral with half of its experts, in host memory and on the second GPU
+#   multipath-tests  two to eight GPUs: copies between the host and each GPU over all their PCIe links, byte for byte, with relays that
+#                 are removed meanwhile; rates and processor time by the number of relays
 #   sweep         two GPUs: Mixtral with all layers, 324 and 3,240 sequences, at 0, 50 and 100 % on the host and on the second
 #                 GPU; the other plans of a step; a trace of eight layers
 #   predicted     two GPUs: memory planned and used; bench transfer, and with the rates that it measures the predictions
@@ -31,6 +33,9 @@
 #                 SOAK_SEED draws the policies
 #   reclaim       two GPUs, PyTorch: a process that knows nothing of moeserve gets borrowed memory of the second GPU in one
 #                 call; moeserve reclaim; two moeserve processes on one peer (PARTS='one two', LAYERS, MODEL)
+#   preload       two GPUs, PyTorch, transformers, under 4 minutes: programs that know nothing of moeserve copy over the links of
+#                 both GPUs (preload/multipath): rates, the same bytes, order, graphs, threads, forks, a relay that is lost or
+#                 full; PRELOAD are parts of multipath.py, RATE is the engine's own rate to compare with (GB/s)
 #   bench         times of kernels and of the device
 #   sanitize      compute-sanitizer over the kernels' small shapes
 #   beside        moeserve compared with transformers: BESIDE are arguments for beside.py (--cells, --budget, --resume …),
@@ -39,6 +44,8 @@
 #   layout        decode attention over KV blocks that hold all layers, compared with an array per layer; 72 GiB of GPU memory
 #   kvcopy        copies of 1,000 scattered blocks from 4 KiB to 16 MiB between host, GPU and, with two GPUs, peer: queued, batched,
 #                 and by a kernel; 8 GiB of each memory
+#   latency       two GPUs: what one copy of one run takes as the host sees it, by ways to learn of its end; what
+#                 small copies and kernels take beside large copies; where the time of a request goes whose prefix is in the GPU's memory
 #   kv            two GPUs: loads of KV blocks from the host and the second GPU (bench kv), copies of blocks by size, by copy
 #                 engines and by a kernel on KV_THREAD_BLOCKS thread blocks (4 and 64), a calibration by these, and loads with
 #                 it; 12 GiB of each memory
@@ -54,6 +61,16 @@
 #                 NAME and FILES as above (default: Mixtral cut to 8 layers, 10,000 requests of 512 tokens)
 #   fairness      two GPUs: what scheduling policies give each request, by where KV blocks of preempted sequences are kept
 #                 (bench fairness): FAIRNESS and NAME as above (default: Mixtral cut to 8 layers)
+#   links         two to eight GPUs, half a minute on two: the rates of all links, alone and at once; which share a root; a static split
+#                 over 1, 2, … paths, and copies over one relay by chunk size and buffers (bench multipath): LINKS are its arguments, RELAYS the
+#                 other GPUs (default: all)
+#   sleep         two GPUs: equal tokens after each level of sleep; sleep and wake of a model by level, with the share of copies,
+#                 and switches between two models (bench sleep): SLEEP and NAME as above (default: Qwen1.5-MoE and Mixtral with all layers, with all experts resident
+#                 and with half of them offloaded, and switches between Qwen1.5-MoE and Qwen3-30B-A3B); about 8 minutes, and host
+#                 memory of twice the weights
+#   multipath     two to eight GPUs, about two minutes on two: the figures of the MMA paper with the engine (bench multipath): MULTIPATH are
+#                 its arguments, RELAYS as above; FIGURES some of its parts (default: sizes,gpus,traffic,engines,cpu,chunks,threshold,direct)
+#   calibrate     two to eight GPUs, about a minute on two: bench transfer --calibrate, into LOGS/machine.json; RELAYS as above
 #   load          loading a checkpoint of Qwen1.5-MoE's shape, written to LOAD_FOLDER (29 GB), as a share of the disk's
 #                 rate; LOAD are arguments for load.py
 # HOST_GIB is the host's memory, for machines whose system reports less. With OVERLAP=false the parts that run node's
@@ -69,15 +86,17 @@ build() {
   cd "$root"
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
-  for package in device/cuda device/cuda/nvml device/cuda/nvrtc kernels/cuda kernels/cuda/internal/cublaslt kvcache experts pipeline engine node cmd/moeserve; do
+  for package in device/cuda device/cuda/nvml device/cuda/nvrtc transfer kernels/cuda kernels/cuda/internal/cublaslt kvcache experts pipeline engine node cmd/moeserve; do
     tools/cuda/go.sh test -c -tags cuda -o "$work/${package//\//-}.test" "./$package"
   done
-  tools/cuda/go.sh build -tags cuda -trimpath -o "$work/moeserve" ./cmd/moeserve
+  tools/cuda/go.sh build -tags cuda -trimpath -buildvcs=auto -o "$work/moeserve" ./cmd/moeserve
   CGO_ENABLED=0 "${GO:-go}" build -trimpath -o "$work/bigcheckpoint" ./tools/bigcheckpoint
   tools/cuda/check.sh "$work"/*
   strip "$work"/*
   gcc -O1 -Wall -Wextra -Werror -shared -fPIC -o "$work/lose.so" tools/cuda/lose.c -ldl -pthread
   gcc -O2 -Wall -Wextra -Werror -fvisibility=hidden -shared -fPIC -o "$work/reclaim.so" preload/reclaim.c -ldl
+  gcc -O2 -Wall -Wextra -Werror -fvisibility=hidden -shared -fPIC -pthread -o "$work/multipath.so" preload/multipath/*.c -ldl
+  gcc -O2 -Wall -Wextra -Werror -fvisibility=hidden -shared -fPIC -pthread -o "$work/lose_relay.so" tools/cuda/lose_relay.c preload/multipath/*.c -ldl
   # They have much in common, which one archive with a large dictionary holds once.
   tar -cf - -C "$work" --sort=name . | xz --lzma2=preset=2,dict=192MiB >"$out/bundle.tar.xz"
   du -h "$out/bundle.tar.xz"
@@ -120,6 +139,19 @@ measure() {
   (cd "$work" && tar -rf "$logs/measured.tar" "$name".*)
 }
 
+# relays are the GPUs whose links copies of the first one may use.
+relays() { echo "${RELAYS:-$(nvidia-smi --query-gpu=index --format=csv,noheader | tail -n +2 | paste -sd,)}"; }
+
+# paths NAME ARGUMENTS...: bench multipath with RELAYS as relays; prints its table, and adds its files to measured.tar.
+paths() {
+  local name=$1
+  mkdir -p "$work/$name"
+  limit "${MEASURE_LIMIT:-570}" . multipath "$name" "$work/moeserve" bench multipath --device cuda --peers "$(relays)" --host-memory-gib "$host" "${@:2}" \
+    --json "$work/$name/$name.json" --plots "$work/$name"
+  tee -a "$logs/table.log" <"$work/said"
+  (cd "$work" && tar -rf "$logs/measured.tar" "$name")
+}
+
 # files is a folder for the tier in files, in memory where there is room.
 files() {
   local free
@@ -135,7 +167,7 @@ run() {
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
   for part in "$@"; do
-    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral tiers sweep predicted guard soak reclaim bench sanitize beside gaps layout kvcopy kv kvtiers lending prefix hits fairness load " == *" $part "* ]] || usage
+    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral tiers multipath-tests sweep predicted guard soak reclaim preload bench sanitize beside gaps layout kvcopy latency kv kvtiers lending prefix hits fairness links sleep multipath calibrate load " == *" $part "* ]] || usage
   done
   [ -e "$folder/bundle.tar.xz" ] || { echo "there is no $folder/bundle.tar.xz: tools/cuda/gpu.sh build makes it" >&2; exit 2; }
   xz -dc "$folder/bundle.tar.xz" | tar -xf - -C "$work" || exit 1
@@ -197,6 +229,7 @@ run() {
         limit 120 node node tiers "$work/node.test" "${overlap[@]}" -test.v -test.run 'GPUTiers' -peer 1
         limit 200 node presets tiers-qwen "$work/node.test" "${overlap[@]}" -test.v -test.run GPUPresets -peer 1 -whole 'qwen1.5-moe-a2.7b@0,0.5,0.5p,1,1p' -host-gib "$host" -steps "$logs/presets.json"
         limit 280 node presets tiers-mixtral "$work/node.test" "${overlap[@]}" -test.v -test.timeout 280s -test.run GPUPresets -peer 1 -whole 'mixtral-8x7b@0.5,0.5p' -host-gib "$host" -steps "$logs/presets.json" ;;
+      multipath-tests) limit 180 transfer multipath multipath-tests "$work/transfer.test" -test.v -test.run GPU ;;
       sweep)
         limit 60 pipeline device orders "$work/pipeline.test" -test.v -test.run GPUOrders
         limit 90 . cli trace "$work/moeserve" bench throughput --device cuda --model mixtral-8x7b --load-format dummy --num-hidden-layers 8 \
@@ -207,7 +240,7 @@ run() {
           -whole 'mixtral-8x7b@0,0.5p,0.5,1p,1' -host-gib "$host" -steps "$logs/presets.json" ;;
       predicted)
         limit 60 node cli planned-memory "$work/node.test" "${overlap[@]}" -test.v -test.run GPUPlanned
-        limit 60 . cli bench-transfer "$work/moeserve" bench transfer --device cuda --peers 1 --hardware h200 --host-memory-gib "$host" \
+        limit 150 . cli bench-transfer "$work/moeserve" bench transfer --device cuda --peers 1 --hardware h200 --host-memory-gib "$host" \
           --calibrate "$work/here.json" --json "$work/transfer.json"
         limit 150 . cli bench-sweep "$work/moeserve" bench sweep --device cuda --peers 1 --hardware "$work/here.json" --host-memory-gib "$host" \
           --model qwen1.5-moe-a2.7b --load-format dummy --num-prompts 324 --input-len 77 --output-len 12 --warmup-tokens 2 --trials 3 \
@@ -232,6 +265,9 @@ run() {
       reclaim)
         limit 540 . reclaim reclaim python3 -u "$root/tools/cuda/reclaim.py" "$work/moeserve" "$work/reclaim.so" "$host"
         cat "$work/said" | tee -a "$logs/table.log" ;;
+      preload)
+        limit 300 . preload preload python3 -u "$root/tools/cuda/multipath.py" "$work/multipath.so" "$work/lose_relay.so" ${PRELOAD:-}
+        tee -a "$logs/table.log" <"$work/said" ;;
       bench)
         limit 150 kernels/cuda bench bench-kernels "$work/kernels-cuda.test" -test.run '^$' -test.bench Kernels -test.benchtime 50x
         limit 90 device/cuda bench bench-device "$work/device-cuda.test" -test.run '^$' -test.bench . -test.benchtime 200ms ;;
@@ -258,6 +294,11 @@ run() {
       kvcopy)
         limit 90 kernels/cuda kvcopy kvcopy "$work/kernels-cuda.test" -test.v -test.run 'TestMeasureCopies$' -measure "$logs/kvcopy.json" -measure-for 60s
         grep -E '^([|]|GB/s)' "$work/said" | tee -a "$logs/table.log" ;;
+      latency)
+        limit 90 device/cuda latency latency "$work/device-cuda.test" -test.v -test.run 'TestMeasure' -measure
+        grep -E '^( *[|]|us)' "$work/said" | tee -a "$logs/table.log"
+        limit 90 node latency hit "$work/node.test" "${overlap[@]}" -test.v -test.run GPUHit -hits 20
+        grep '^us' "$work/said" | tee -a "$logs/table.log" ;;
       kv)
         limit 120 . kv kv-loads "$work/moeserve" bench kv --device cuda --peers 1 --host-memory-gib "$host" \
           --json "$work/reload.json" --csv "$work/reload.csv" --plot "$work/reload.svg"
@@ -280,6 +321,23 @@ run() {
       fairness)
         measure "${NAME:-fairness}" fairness ${FAIRNESS:-mixtral-8x7b --load-format dummy --num-hidden-layers 8 --kv-tiers none,host,peer --fair-granularity 16,64
           --long-requests 48 --input-len 4096 --long-output-len 256 --short-requests 48 --short-output-len 16 --interval 100ms} ;;
+      links) paths "${NAME:-links}" --parts links,roots,static,relay ${LINKS:-} ;;
+      sleep)
+        if [ -n "${SLEEP:-}" ]; then
+          measure "${NAME:-sleep}" sleep $SLEEP
+        else
+          limit 120 node node sleep "$work/node.test" "${overlap[@]}" -test.v -test.timeout 120s -test.run 'GPUSleep' -peer 1
+          for fraction in 0 0.5; do
+            MEASURE_LIMIT=150 measure "sleep-qwen-$fraction" sleep qwen1.5-moe-a2.7b --load-format dummy --offload-fraction $fraction --repetitions 3
+            MEASURE_LIMIT=240 measure "sleep-mixtral-$fraction" sleep mixtral-8x7b --load-format dummy --offload-fraction $fraction --levels 1 --repetitions 3
+          done
+          MEASURE_LIMIT=240 measure sleep-switch sleep qwen1.5-moe-a2.7b qwen3-30b-a3b --load-format dummy --levels 1 --repetitions 3
+        fi ;;
+      multipath) paths "${NAME:-multipath}" --parts "${FIGURES:-sizes,gpus,traffic,engines,cpu,chunks,threshold,direct}" ${MULTIPATH:-} ;;
+      calibrate)
+        limit 300 . multipath calibrate "$work/moeserve" bench transfer --device cuda --peers "$(relays)" --host-memory-gib "$host" --hardware "${HARDWARE:-h200}" \
+          --calibrate "$logs/machine.json"
+        tee -a "$logs/table.log" <"$work/said" ;;
       load)
         limit 400 . load load python3 "$root/tools/cuda/load.py" "$work/moeserve" "$work/bigcheckpoint" "${LOAD_FOLDER:-$work}" ${LOAD:-}
         cat "$work/said" ;;
