@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"slices"
+	"time"
 
 	"github.com/spf13/cobra"
 
@@ -18,6 +19,7 @@ import (
 type sleepOptions struct {
 	levels []int
 	trials int
+	asleep time.Duration
 }
 
 func newBenchSleep(s *streams) *cobra.Command {
@@ -51,6 +53,7 @@ each wake the model's tokens are compared with those from before.`,
 	f := cmd.Flags()
 	f.IntSliceVar(&o.levels, "levels", []int{1, 2}, "comma-separated `LEVELS` of sleep: 1, 2")
 	f.IntVar(&o.trials, "repetitions", 3, "`NUMBER` of repetitions; the median counts")
+	f.DurationVar(&o.asleep, "asleep", 0, "`TIME` for which a model sleeps before it wakes")
 	return cmd
 }
 
@@ -62,6 +65,9 @@ func benchSleep(ctx context.Context, s *streams, set *settings, o *sleepOptions)
 	}
 	if o.trials < 1 {
 		return usagef("--repetitions is %d: must be at least 1", o.trials)
+	}
+	if o.asleep < 0 {
+		return usagef("--asleep is %s: must not be negative", o.asleep)
 	}
 	hardware, err := readHardware(set.Plan.Hardware)
 	if err != nil {
@@ -80,7 +86,7 @@ func benchSleep(ctx context.Context, s *streams, set *settings, o *sleepOptions)
 	if err := openModels(ctx, s, node.Options{Explicit: set.given, Log: set.logger(s.err), DeviceTime: true, ExpectCPU: set.Model.Name == ""}, all); err != nil {
 		return err
 	}
-	measure := sleep.Options{Levels: o.levels, Trials: o.trials}
+	measure := sleep.Options{Levels: o.levels, Trials: o.trials, Asleep: o.asleep}
 	for _, m := range all {
 		measure.Models = append(measure.Models, bench.NewSleep(m.node, hardware))
 	}

@@ -18,6 +18,7 @@ var fieldDocs = map[string]string{
 	"report":                       "what the run did",
 
 	// Sleep and wake.
+	"asleep_s":       "for how long a model slept before it woke, apart from switches, in seconds",
 	"first_sleeps":   "the first sleep of a model at level 1, which allocates pinned host memory, and the wake after it",
 	"level":          "level of sleep: 1 (weights go to host memory) or 2 (they are loaded again)",
 	"sleep":          "what the sleep took: the median of the trials by `seconds`",

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	"github.com/moeserve/moeserve/eval"
 )
@@ -64,6 +65,9 @@ type Options struct {
 	Levels []int
 	// Trials of each measurement.
 	Trials int
+	// Asleep is how long a model sleeps before it wakes, of switches nothing: a driver may clear
+	// memory behind the call that frees it, which delays who gets it next.
+	Asleep time.Duration
 	// Progress, unless nil, is called with the measurements that are done.
 	Progress func(done, total int64)
 }
@@ -102,6 +106,8 @@ type Switch struct {
 type Result struct {
 	eval.Run
 	eval.Machine
+	// AsleepSeconds is how long models slept before they woke, apart from switches.
+	AsleepSeconds float64 `json:"asleep_s"`
 	// FirstSleeps are those at level 1 that allocate pinned host memory, by model, where one was
 	// measured.
 	FirstSleeps []Point  `json:"first_sleeps"`
@@ -117,7 +123,7 @@ func Measure(ctx context.Context, o Options, r *Result) error {
 	if len(o.Models) == 0 || o.Trials < 1 {
 		return fmt.Errorf("sleep: %w: %d models, %d trials", eval.ErrInput, len(o.Models), o.Trials)
 	}
-	r.Machine = o.Models[0].Info().Machine
+	r.Machine, r.AsleepSeconds = o.Models[0].Info().Machine, o.Asleep.Seconds()
 	total, done := int64(len(o.Models)*len(o.Levels)), int64(0)
 	if len(o.Models) > 1 {
 		total += int64(len(o.Models) * o.Trials)
@@ -158,6 +164,11 @@ func measureModel(ctx context.Context, m Engine, o Options, first bool, r *Resul
 	cycle := func(level int) (t Trial, err error) {
 		if t.Sleep, err = m.Sleep(ctx, level); err != nil {
 			return t, err
+		}
+		select {
+		case <-time.After(o.Asleep):
+		case <-ctx.Done():
+			return t, ctx.Err()
 		}
 		if t.Wake, err = m.Wake(ctx); err != nil {
 			return t, err

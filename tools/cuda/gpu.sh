@@ -328,8 +328,8 @@ run() {
         else
           limit 120 node node sleep "$work/node.test" "${overlap[@]}" -test.v -test.timeout 120s -test.run 'GPUSleep' -peer 1
           for fraction in 0 0.5; do
-            MEASURE_LIMIT=150 measure "sleep-qwen-$fraction" sleep qwen1.5-moe-a2.7b --load-format dummy --offload-fraction $fraction --repetitions 3
-            MEASURE_LIMIT=240 measure "sleep-mixtral-$fraction" sleep mixtral-8x7b --load-format dummy --offload-fraction $fraction --levels 1 --repetitions 3
+            MEASURE_LIMIT=150 measure "sleep-qwen-$fraction" sleep qwen1.5-moe-a2.7b --load-format dummy --offload-fraction $fraction --repetitions 3 --asleep 1s
+            MEASURE_LIMIT=240 measure "sleep-mixtral-$fraction" sleep mixtral-8x7b --load-format dummy --offload-fraction $fraction --levels 1 --repetitions 3 --asleep 1s
           done
           MEASURE_LIMIT=240 measure sleep-switch sleep qwen1.5-moe-a2.7b qwen3-30b-a3b --load-format dummy --levels 1 --repetitions 3
         fi ;;
