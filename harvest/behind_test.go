@@ -1,9 +1,11 @@
 package harvest
 
 import (
+	"errors"
 	"math/rand/v2"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/moeserve/moeserve/device"
 )
@@ -68,6 +70,56 @@ func TestBehind(t *testing.T) {
 		}
 		if behind < 1000 {
 			t.Errorf("%s: only %d objects followed another one", policy.Name(), behind)
+		}
+	}
+}
+
+// TestBehindElsewhere: what is allocated behind the latest handle lies on another peer where the policy
+// prefers that one: by a new reading, without the hint that limited the peers, or since there is room again.
+func TestBehindElsewhere(t *testing.T) {
+	busy := func(m *market, now time.Duration) {
+		p := m.c.peers[0]
+		p.update(Reading{Capacity: marketBytes, Free: p.free, Bandwidth: 1}, now, time.Minute)
+	}
+	for name, c := range map[string]struct {
+		before, between func(*market)
+		first           Hints
+	}{
+		"reading": {between: func(m *market) { busy(m, time.Second) }},
+		"peers":   {before: func(m *market) { busy(m, 0) }, first: Hints{Peers: []device.Space{device.HBM(1)}}},
+		"room": {
+			before:  func(m *market) { busy(m, 0); m.c.peers[1].health = errors.New("unhealthy") },
+			between: func(m *market) { m.c.peers[1].health = nil },
+		},
+	} {
+		m := newMarket(t.Fatalf, Options{Policy: Interference{}, HeadroomBytes: -1})
+		alloc := func(hints Hints) *Handle {
+			hints.Client = "kv"
+			req, err := m.c.request(256, hints, 0)
+			if err != nil {
+				t.Fatal(name, err)
+			}
+			to, err := m.c.choose(req)
+			if err != nil {
+				t.Fatal(name, err)
+			}
+			if to.slab == nil {
+				to.slab = m.c.slabAllocated(to, device.Region{Space: to.peer.space, Range: device.Range{Addr: 1 << 20, Bytes: to.bytes}})
+			}
+			return m.c.grant(to.slab, to.off, 256, req, &m.clock)
+		}
+		if c.before != nil {
+			c.before(m)
+		}
+		h := alloc(c.first)
+		if h.Device() != device.HBM(1) {
+			t.Fatalf("%s: the first is on %s", name, h.Device())
+		}
+		if c.between != nil {
+			c.between(m)
+		}
+		if h := alloc(Hints{After: h}); h.Device() != device.HBM(2) {
+			t.Errorf("%s: behind the first, on the busy %s", name, h.Device())
 		}
 	}
 }

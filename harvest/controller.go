@@ -247,11 +247,21 @@ func (c *controller) request(bytes int64, hints Hints, now time.Duration) (Reque
 // choose places the request.
 func (c *controller) choose(req Request) (placement, error) {
 	owner, slabBytes := c.slabsFor(req.Hints.Client)
+	policy := c.policy
+	if c.reserve[req.Hints.Client] > 0 {
+		policy = BestFit{}
+	}
 	from := c.candidates[:0]
 	if after := req.Hints.After; after != nil && after == c.latest {
-		// What is left of the extent that was chosen last is a better fit than that was, so that
-		// the policy would choose it again: one of many objects need not look at all slabs.
-		from = behind(from, c.policy, req, owner)
+		// Right behind the latest is mostly room, which is the best fit on its peer: one of many
+		// objects need not look at all slabs, where the policy prefers no other peer.
+		if from = c.peers.behind(from, c.policy, req, owner); len(from) > 1 {
+			if i, err := policy.Choose(req, from); err != nil || i > 0 {
+				from = from[:0]
+			} else {
+				from = from[:1]
+			}
+		}
 	}
 	if len(from) == 0 {
 		from = c.peers.candidates(from, c.policy, req, owner, slabBytes)
@@ -266,10 +276,6 @@ func (c *controller) choose(req Request) (placement, error) {
 		err := c.peers.noCapacity(req, c.policy)
 		c.displaceForRequest(req)
 		return placement{}, err
-	}
-	policy := c.policy
-	if c.reserve[req.Hints.Client] > 0 {
-		policy = BestFit{}
 	}
 	i, err := policy.Choose(req, from)
 	if err != nil {

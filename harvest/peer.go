@@ -118,8 +118,9 @@ func (ps peers) candidates(cs []Candidate, policy Policy, req Request, owner str
 	return cs
 }
 
-// behind appends to cs the extent right behind Hints.After, if the request fits into it.
-func behind(cs []Candidate, policy Policy, req Request, owner string) []Candidate {
+// behind appends to cs the extent right behind Hints.After, if the request fits into it, and behind that
+// each of the other peers as if there were room for the request on it.
+func (ps peers) behind(cs []Candidate, policy Policy, req Request, owner string) []Candidate {
 	after := req.Hints.After
 	s := after.account.slab
 	if after.account.state != live || s.draining != nil || s.owner != owner || s.peer.unusable(req) != "" {
@@ -130,7 +131,13 @@ func behind(cs []Candidate, policy Policy, req Request, owner string) []Candidat
 	if !ok || policy.Evacuate(state) {
 		return cs
 	}
-	return append(cs, Candidate{Peer: state, Slab: s.id, FreeExtent: h.bytes, Leftover: h.bytes - req.Bytes, Adjacent: true, offset: h.off, slab: s})
+	cs = append(cs, Candidate{Peer: state, Slab: s.id, FreeExtent: h.bytes, Leftover: h.bytes - req.Bytes, Adjacent: true, offset: h.off, slab: s})
+	for _, p := range ps {
+		if p != s.peer && p.unusable(req) == "" {
+			cs = append(cs, Candidate{Peer: p.state(req.Hints.Reader), FreeExtent: req.Bytes})
+		}
+	}
+	return cs
 }
 
 // noCapacity is the error of a request that fits nowhere.
