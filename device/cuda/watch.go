@@ -206,10 +206,11 @@ func (s *hostStream) rest() {
 	if time.Since(s.probed) > probeEvery {
 		s.probed = time.Now()
 		s.mu.Unlock()
+		defer s.mu.Lock()
 		for _, g := range s.m.gpus {
 			g.probe()
 		}
-		s.mu.Lock()
+		return // something may have been enqueued meanwhile
 	}
 	s.sleep(min(watchNap, max(shortNap, waited/napShare)))
 }
