@@ -10,9 +10,6 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// yield lets another thread run, if one waits for a processor.
-func yield() { _, _, _ = unix.RawSyscall(unix.SYS_SCHED_YIELD, 0, 0, 0) }
-
 // sleeper is where one thread sleeps until another wakes it. The thread sleeps in the kernel, not
 // in Go's scheduler: to wake a goroutine that is locked to its thread, that first wakes another
 // thread, which hands over its processor and wakes the right one.

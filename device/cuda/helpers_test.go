@@ -4,7 +4,9 @@ package cuda
 
 import (
 	"errors"
+	"fmt"
 	"math/rand/v2"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -13,10 +15,32 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// TestHelpers: with helpers that come and go, others that enqueue, and gates that open at any time, each
-// work runs once, in the order in which it was enqueued, and never two at a time.
+// TestHelpers: with helpers that come and go, others that enqueue, gates that open at any time, and the
+// world stopped now and then, each work runs, in the order in which it was enqueued, and never two at a
+// time; also with one processor.
 func TestHelpers(t *testing.T) {
+	for _, procs := range []int{1, 4} {
+		t.Run(fmt.Sprintf("%d processors", procs), func(t *testing.T) {
+			defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(procs))
+			testHelpers(t)
+		})
+	}
+}
+
+func testHelpers(t *testing.T) {
 	r := newRig(t, 1)
+	end := make(chan struct{})
+	defer close(end)
+	go func() {
+		for {
+			select {
+			case <-end:
+				return
+			case <-time.After(2 * time.Millisecond):
+				runtime.GC()
+			}
+		}
+	}()
 	s := r.host("watches").(*hostStream)
 	var running atomic.Int32
 	work := func(f func() error) device.Work {

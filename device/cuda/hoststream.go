@@ -22,8 +22,10 @@ type hostStream struct {
 	// yields: the goroutine yields between polls, see minSpinProcs.
 	yields bool
 
-	// sleeper is where the goroutine's thread sleeps.
-	sleeper sleeper
+	// sleeper is where the goroutine's thread sleeps, freed where it waits for a helper that has taken
+	// the stream. It does not poll there: Go hardly ever takes the processor away from such a loop, and
+	// the helper may need it.
+	sleeper, freed sleeper
 
 	// helpers is the number of goroutines in Await.
 	helpers atomic.Int32
@@ -322,8 +324,9 @@ func (s *hostStream) sleep(d time.Duration) {
 	s.sleeper.sleep(d)
 	s.mu.Lock()
 	for s.taken {
+		s.freed.lie()
 		s.mu.Unlock()
-		yield()
+		s.freed.sleep(0)
 		s.mu.Lock()
 	}
 	s.taken = true

@@ -242,6 +242,7 @@ func (s *hostStream) help() {
 		s.runNext()
 	}
 	s.taken = false
+	s.freed.wake()
 	if s.first < len(s.queue) {
 		s.sleeper.wake()
 	}
