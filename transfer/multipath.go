@@ -122,19 +122,22 @@ func (e *Engine) addRelay(r *Relay) error {
 			return errors.New("it is one already, or its buffers are still in use: remove it, and wait for the point")
 		}
 	}
-	e.tick()
-	if err := e.addDirection(in, r.In); err != nil {
+	// What can fail comes first, so that no chunk is in the buffers after an error.
+	if err := e.prepareDirection(in, r.In); err != nil {
 		return err
 	}
-	if err := e.addDirection(out, r.Out); err != nil {
-		e.removeDirection(in, &removal{})
-		return errors.Join(err, e.doActions())
+	if err := e.prepareDirection(out, r.Out); err != nil {
+		return err
+	}
+	e.tick()
+	if err := errors.Join(e.addDirection(in, r.In), e.addDirection(out, r.Out)); err != nil {
+		return err
 	}
 	return e.doActions()
 }
 
-// addDirection makes the link of a pair a relay through these buffers.
-func (e *Engine) addDirection(pair device.Pair, buffers []device.Region) error {
+// prepareDirection makes what the relay of a pair's link needs beside so many buffers.
+func (e *Engine) prepareDirection(pair device.Pair, buffers []device.Region) error {
 	if len(buffers) == 0 {
 		return nil
 	}
@@ -142,37 +145,44 @@ func (e *Engine) addDirection(pair device.Pair, buffers []device.Region) error {
 	if err != nil {
 		return err
 	}
-	gpu := pair.From
-	if gpu == device.Host {
-		gpu = pair.To
+	if l.relay == nil {
+		gpu := pair.From
+		if gpu == device.Host {
+			gpu = pair.To
+		}
+		l.relay = &relay{link: l, gpu: gpu, removed: &removal{}}
+		if e.relays == nil {
+			e.relays = map[device.Pair]*relay{}
+		}
+		e.relays[pair] = l.relay
 	}
-	b := e.relays[pair]
-	if b == nil {
-		b = &relay{link: l, gpu: gpu}
-	}
-	for _, h := range b.hops {
+	for _, h := range l.relay.hops {
 		if err := h.addSlots(len(buffers)); err != nil {
 			return err
 		}
 	}
-	b.buffers = b.buffers[:0]
+	l.relay.buffers = l.relay.buffers[:0]
 	for _, r := range buffers {
-		b.buffers = append(b.buffers, r.Range)
+		l.relay.buffers = append(l.relay.buffers, r.Range)
 	}
-	if err := e.core.AddRelay(dispatch.Relay{Link: l.number, Buffers: len(buffers), BufferBytes: buffers[0].Bytes}); err != nil {
-		return err
-	}
-	b.removed = nil
-	if e.relays == nil {
-		e.relays = map[device.Pair]*relay{}
-	}
-	e.relays[pair], l.relay, l.stats.Retired = b, b, false
 	for _, o := range e.links {
-		if err := e.addHop(b, o); err != nil {
-			e.removeDirection(pair, &removal{})
+		if err := e.addHop(l.relay, o); err != nil {
 			return err
 		}
 	}
+	return nil
+}
+
+// addDirection makes the link of a pair, which is prepared, a relay through these buffers.
+func (e *Engine) addDirection(pair device.Pair, buffers []device.Region) error {
+	if len(buffers) == 0 {
+		return nil
+	}
+	b := e.relays[pair]
+	if err := e.core.AddRelay(dispatch.Relay{Link: b.link.number, Buffers: len(buffers), BufferBytes: buffers[0].Bytes}); err != nil {
+		return err
+	}
+	b.removed, b.link.stats.Retired = nil, false
 	return nil
 }
 

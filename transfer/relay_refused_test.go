@@ -18,7 +18,7 @@ import (
 type refusing struct {
 	device.Machine
 	mu sync.Mutex
-	// refuses reports whether a stream refuses an operation: "copy" or "record".
+	// refuses reports whether a stream refuses an operation, "copy" or "record", or cannot be made, "new".
 	refuses  func(stream, op string) bool
 	refusals int
 }
@@ -26,6 +26,9 @@ type refusing struct {
 var errRefused = errors.New("refused by the test")
 
 func (m *refusing) NewStream(space device.Space, o device.StreamOptions) (device.Stream, error) {
+	if err := m.refuse(o.Name, "new"); err != nil {
+		return nil, err
+	}
 	s, err := m.Machine.NewStream(space, o)
 	if b, ok := s.(device.BatchCopier); ok && space != device.Host {
 		return &refusingStream{b, m}, err
@@ -271,5 +274,56 @@ func TestRelayRefusals(t *testing.T) {
 	}
 	if relayed < 100_000 || refusals < 100 {
 		t.Errorf("%d bytes were relayed, and %d operations refused: the test shows nothing", relayed, refusals)
+	}
+}
+
+// TestRelayNotAdded: when a relay cannot be added, nothing is copied through its buffers, which may be freed
+// at once, and it can be added later.
+func TestRelayNotAdded(t *testing.T) {
+	for _, refused := range []string{"copy host to gpu1", "copy gpu1 to host", "relay gpu1 to gpu0", "relay gpu1 to gpu2", "relay gpu0 to gpu1"} {
+		link := emulated.Link{BytesPerSecond: 1e6}
+		r, m := newRefusingRig(t, emulated.Options{Virtual: true, HostLink: link, PeerLink: link}, small())
+		var tickets []*transfer.Ticket
+		var src, dst []device.Memory
+		for gpu := range 3 { // gpu1, which relays, has links of its own only in some cases
+			if gpu == 1 && strings.HasPrefix(refused, "copy") {
+				continue
+			}
+			in, out := r.filled(5000, byte(gpu)), r.alloc(device.HBM(gpu), 5000)
+			r.wait(r.submit(r.down(out, in, transfer.Demand)))
+			src, dst = append(src, in, out), append(dst, r.alloc(device.HBM(gpu), 5000), r.alloc(device.Host, 5000))
+		}
+		for i := range src {
+			tickets = append(tickets, r.submit(r.down(dst[i], src[i], transfer.Demand)))
+		}
+		memory, err := r.m.Alloc(device.HBM(1), 4*64, "buffers")
+		if err != nil {
+			t.Fatal(err)
+		}
+		relay := transfer.Relay{GPU: device.HBM(1), In: []device.Region{memory.Region(0, 64), memory.Region(64, 64)}, Out: []device.Region{memory.Region(128, 64), memory.Region(192, 64)}}
+		m.set(func(stream, op string) bool { return stream == refused && op == "new" })
+		if err := r.engine.AddRelay(relay); !errors.Is(err, errRefused) {
+			t.Fatalf("%s: %v", refused, err)
+		}
+		if _, err := r.engine.RemoveRelay(device.HBM(1)); err == nil {
+			t.Errorf("%s: a relay is removed that was not added", refused)
+		}
+		if err := memory.Free(); err != nil {
+			t.Error(err)
+		}
+		m.set(nil)
+		for i, ticket := range tickets {
+			r.wait(ticket)
+			r.equal(dst[i], src[i])
+		}
+		if in, out := r.path(device.Host, device.HBM(1)), r.path(device.HBM(1), device.Host); in.RelayedCopies+out.RelayedCopies+in.Retries+out.Retries > 0 {
+			t.Errorf("%s: relayed in %+v, out %+v", refused, in, out)
+		}
+		r.relay(device.HBM(1), 2, 64)
+		r.wait(r.submit(r.down(dst[0], src[0], transfer.Demand)))
+		r.equal(dst[0], src[0])
+		if in := r.path(device.Host, device.HBM(1)); in.RelayedCopies == 0 {
+			t.Errorf("%s: nothing is relayed after it was added", refused)
+		}
 	}
 }

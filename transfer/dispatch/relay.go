@@ -61,8 +61,9 @@ func (t *trouble) again() bool {
 	return t.failures > 1
 }
 
-// AddRelay lets a link carry chunks for others, over the hops of AddHop. A relay that was removed
-// and is drained may be added again, with its hops, and is no longer retired.
+// AddRelay lets a link carry chunks for others, over the hops of AddHop, which is called before or
+// after. A relay that was removed and is drained may be added again, with its hops, and is no longer
+// retired.
 func (c *Core) AddRelay(d Relay) error {
 	l := c.links[d.Link]
 	switch b := l.relay; {
@@ -95,11 +96,11 @@ func (c *Core) AddHop(number int, d Link) (int, error) {
 	if d.To == l.From {
 		pair = device.Pair{From: d.From, To: l.To}
 	}
-	switch {
-	case l.relay == nil:
-		return 0, fmt.Errorf("dispatch: the link from %s to %s is not a relay", l.From, l.To)
-	case d.From != l.To && d.To != l.From:
+	if d.From != l.To && d.To != l.From {
 		return 0, fmt.Errorf("dispatch: a hop from %s to %s does not continue the link from %s to %s", d.From, d.To, l.From, l.To)
+	}
+	if l.relay == nil {
+		l.relay = &relay{link: l, ending: true} // as if it had been removed
 	}
 	d.Depth = l.relay.Buffers
 	h := &link{Link: d, number: len(c.links), slots: make([]slot, l.relay.Buffers), hop: &hop{relay: l.relay, pair: pair}}
