@@ -221,14 +221,14 @@ func (e *Engine) addHop(b *relay, o *link) error {
 	return nil
 }
 
-// connect connects all relays with the GPU of a new link.
-func (e *Engine) connect(l *link) error {
+// connect connects all relays with the GPU of a new link. Without those for which that fails, since they
+// are lost, the link copies all the same.
+func (e *Engine) connect(l *link) {
 	for _, b := range e.relays {
 		if err := e.addHop(b, l); err != nil {
-			return err
+			e.o.Log.Warn("a relay carries nothing for a link", "relay", b.gpu.String(), "path", fmt.Sprintf("%s to %s", l.pair.From, l.pair.To), "err", err)
 		}
 	}
-	return nil
 }
 
 // RemoveRelay ends the use of a relay: no further chunk takes it. The point is reached when its

@@ -212,7 +212,7 @@ func TestRelayRefusals(t *testing.T) {
 			return strings.HasPrefix(stream, "relay") || strings.HasPrefix(stream, "copy ") && (own || !strings.Contains(stream, "gpu0"))
 		}
 		chance := rand.New(rand.NewPCG(seed, 6))
-		m.set(func(stream, op string) bool { return faulty(stream) && chance.IntN(30) == 0 })
+		m.set(func(stream, op string) bool { return op != "new" && faulty(stream) && chance.IntN(30) == 0 })
 		r.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Times: -1, Chance: 0.02, Match: func(p emulated.Point) bool { return faulty(p.Stream) }})
 		var tickets []*transfer.Ticket
 		for i := range n {
@@ -325,5 +325,26 @@ func TestRelayNotAdded(t *testing.T) {
 		if in := r.path(device.Host, device.HBM(1)); in.RelayedCopies == 0 {
 			t.Errorf("%s: nothing is relayed after it was added", refused)
 		}
+	}
+}
+
+// TestNewLinkBesideLostRelay: the first copy on a link does not fail because a relay was lost, which would
+// have carried some of it.
+func TestNewLinkBesideLostRelay(t *testing.T) {
+	for _, removed := range []bool{false, true} {
+		r := newRig(t, emulated.Options{Virtual: true}, small())
+		r.relay(device.HBM(1), 2, 64)
+		src, dst, back := r.filled(3000, 1), r.alloc(device.HBM(0), 3000), r.alloc(device.Host, 3000)
+		if removed {
+			if _, err := r.engine.RemoveRelay(device.HBM(1)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := r.m.Lose(1); err != nil {
+			t.Fatal(err)
+		}
+		r.wait(r.submit(r.down(dst, src, transfer.Demand)))
+		r.wait(r.submit(r.down(back, dst, transfer.Demand)))
+		r.equal(back, src)
 	}
 }
