@@ -244,13 +244,18 @@ func (c *controller) request(bytes int64, hints Hints, now time.Duration) (Reque
 	return req, nil
 }
 
+// policyFor is the policy that places a client's requests: none refuses what is kept for it.
+func (c *controller) policyFor(client string) Policy {
+	if c.reserve[client] > 0 {
+		return BestFit{}
+	}
+	return c.policy
+}
+
 // choose places the request.
 func (c *controller) choose(req Request) (placement, error) {
 	owner, slabBytes := c.slabsFor(req.Hints.Client)
-	policy := c.policy
-	if c.reserve[req.Hints.Client] > 0 {
-		policy = BestFit{}
-	}
+	policy := c.policyFor(req.Hints.Client)
 	from := c.candidates[:0]
 	if after := req.Hints.After; after != nil && after == c.latest {
 		// Right behind the latest is mostly room, which is the best fit on its peer: one of many

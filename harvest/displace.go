@@ -152,7 +152,7 @@ func (c *controller) displace(req Request, bytes int64, d Demand) {
 		if len(victims) == 0 {
 			continue
 		}
-		if _, err := c.policy.Choose(req, []Candidate{{Peer: state, FreeExtent: bytes, Leftover: bytes - req.Bytes}}); err != nil {
+		if _, err := c.policyFor(d.Client).Choose(req, []Candidate{{Peer: state, FreeExtent: bytes, Leftover: bytes - req.Bytes}}); err != nil {
 			continue // the quota or the rate would refuse it
 		}
 		if best == nil || meanCost(victims) < meanCost(best) {
