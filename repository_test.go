@@ -369,7 +369,7 @@ var imports = map[string]map[string]string{
 		"device":            "spaces of the simulated machine",
 		"transfer/dispatch": "the core that copies on it",
 	},
-	"untrusted":         {},
+	"untrusted": {},
 }
 
 // onlyIn confines packages of others: the path's prefix, who may import it, why.
