@@ -127,13 +127,15 @@ limit() {
   fi
 }
 
-# measure NAME COMMAND ARGUMENTS...: a bench command with the second GPU as peer; prints its table, and adds its files to measured.tar.
+# measure NAME COMMAND ARGUMENTS...: a bench command, with the second GPU as peer if there is one; prints its table, and adds its
+# files to measured.tar.
 measure() {
-  local name=$1 plot=()
+  local name=$1 plot=() peers=()
+  [ -z "$(relays)" ] || peers=(--peers 1)
   [ "$2" != prefix ] || plot=(--csv "$work/$name.csv")
   # What misses cost, and what copies cost decodes, are tables alone.
   [[ "$2" != prefix || " $* " == *" --misses "* || " $* " == *" --decodes "* ]] || plot+=(--plot "$work/$name.svg")
-  limit "${MEASURE_LIMIT:-570}" . kv "$name" "$work/moeserve" bench "$2" --device cuda --peers 1 --host-memory-gib "$host" "${@:3}" \
+  limit "${MEASURE_LIMIT:-570}" . kv "$name" "$work/moeserve" bench "$2" --device cuda "${peers[@]}" --host-memory-gib "$host" "${@:3}" \
     --json "$work/$name.json" "${plot[@]}"
   tee -a "$logs/table.log" <"$work/said"
   (cd "$work" && tar -rf "$logs/measured.tar" "$name".*)
