@@ -314,6 +314,46 @@ type gemmArgs struct {
 	outPaired  int32  // 124
 }
 
+// promptArgs has the layout of prompt_args in src/prompt.cu: 512 bytes, fields at these.
+type promptArgs struct {
+	k          tensorMap // 0
+	v          tensorMap // 128
+	q          uint64    // 256
+	values     uint64    // 264
+	starts     uint64    // 272
+	lens       uint64    // 280
+	table      uint64    // 288
+	out        uint64    // 296
+	sums       uint64    // 304
+	ends       uint64    // 312
+	qRow       int64     // 320
+	qHead      int64     // 328
+	kHead      int64     // 336
+	vBlock     int64     // 344
+	vToken     int64     // 352
+	vHead      int64     // 360
+	tableRow   int64     // 368
+	outRow     int64     // 376
+	outHead    int64     // 384
+	kBlockRows int32     // 392
+	vBlockRows int32     // 396
+	kRows      int32     // 400
+	vRows      int32     // 404
+	sequences  int32     // 408
+	heads      int32     // 412
+	group      int32     // 416
+	shift      int32     // 420
+	blocks     int32     // 424
+	box        int32     // 428
+	window     int32     // 432
+	minRows    int32     // 436
+	maxRows    int32     // 440
+	chunks     int32     // 444
+	each       int32     // 448
+	scale      float32   // 452
+	_          [56]byte
+}
+
 // routeArgs has the layout of route_args in src/route.cu: 64 bytes, fields at these.
 type routeArgs struct {
 	logits  uint64  // 0

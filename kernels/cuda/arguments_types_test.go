@@ -23,6 +23,7 @@ var argumentTypes = map[string]reflect.Type{
 	"expert_args":         reflect.TypeFor[expertArgs](),
 	"few_args":            reflect.TypeFor[fewArgs](),
 	"gemm_args":           reflect.TypeFor[gemmArgs](),
+	"prompt_args":         reflect.TypeFor[promptArgs](),
 	"route_args":          reflect.TypeFor[routeArgs](),
 	"sort_args":           reflect.TypeFor[sortArgs](),
 	"sample_args":         reflect.TypeFor[sampleArgs](),

@@ -58,6 +58,12 @@ func (l *streamState) attention(o *kernels.Attention) error {
 		return fmt.Errorf("cuda: %s: CacheK is %v at %#x and CacheV %v at %#x, want addresses and strides that are multiples of 16 bytes",
 			o.Name(), o.CacheK, uint64(o.CacheK.Addr), o.CacheV, uint64(o.CacheV.Addr))
 	}
+	// With Options.BatchInvariant one kernel computes a token wherever it is: alone, or in a
+	// prompt.
+	prompts := l.b.hasPrompt(o)
+	if prompts && l.b.o.BatchInvariant {
+		return l.prompt(o, 1)
+	}
 	a := attentionArgs{
 		q: address(&o.Q), k: address(&o.CacheK), v: address(&o.CacheV), starts: address(&o.SeqStarts), lens: address(&o.ContextLens),
 		table: address(&o.BlockTable), out: address(&o.Out),
@@ -67,7 +73,7 @@ func (l *streamState) attention(o *kernels.Attention) error {
 		tableRow: int64(o.BlockTable.Stride[0]), outRow: int64(o.Out.Stride[0]), outHead: int64(o.Out.Stride[1]),
 		heads: int32(heads), group: int32(group), d: int32(d), tokens: int32(o.CacheK.Shape[1]), blocks: int32(o.CacheK.Shape[0]),
 		window: int32(min(o.Window, math.MaxInt32)), minRows: 1, scale: float32(float64(o.Scale) * math.Log2E),
-		qAligned: b2i(aligned(&o.Q)), outPaired: b2i(o.Out.Addr%4 == 0 && o.Out.Stride[0]%2 == 0 && o.Out.Stride[1]%2 == 0),
+		qAligned: b2i(aligned(&o.Q)), outPaired: b2i(pairedHeads(&o.Out)),
 		each: 1, shift: -1, vAsK: b2i(o.CacheK.Stride == o.CacheV.Stride),
 	}
 	if n := uint(o.CacheK.Shape[1]); n&(n-1) == 0 {
@@ -108,6 +114,9 @@ func (l *streamState) attention(o *kernels.Attention) error {
 	}
 	if o.MaxSeqTokens < int(a.minRows) {
 		return nil
+	}
+	if prompts {
+		return l.prompt(o, int(a.minRows))
 	}
 	a.maxRows, a.tiles = math.MaxInt32, int32(ceil(o.MaxSeqTokens, many))
 	g := grid{x: sequences * int(a.tiles), y: kvHeads, threads: 128, shared: attentionSharedBytes(headSizes[size], 4)}

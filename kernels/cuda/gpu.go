@@ -143,7 +143,7 @@ func (r *gpuRunner) load(o Options, arch string, folders []string) error {
 }
 
 // files are the compilation units.
-var files = []string{"elementwise.cu", "route.cu", "sample.cu", "gemm.cu", "attention.cu", "few.cu", "copy.cu", "expert.cu", "dense.cu"}
+var files = []string{"elementwise.cu", "route.cu", "sample.cu", "gemm.cu", "attention.cu", "few.cu", "copy.cu", "expert.cu", "dense.cu", "prompt.cu"}
 
 // builtFor reports whether a unit, or a kernel, is built for an architecture.
 func builtFor(name, arch string) bool { return onlyFor[name] == "" || onlyFor[name] == arch }

@@ -32,7 +32,7 @@ func source(file string) string {
 const hopper = "sm_90a"
 
 // onlyFor has the units, and single kernels, that are built for one architecture only.
-var onlyFor = map[string]string{"expert.cu": hopper, "dense.cu": hopper, "few_rows_5": hopper}
+var onlyFor = map[string]string{"expert.cu": hopper, "dense.cu": hopper, "prompt.cu": hopper, "few_rows_5": hopper}
 
 // kernel is one __global__ function.
 type kernel struct {
@@ -85,6 +85,7 @@ const (
 	fewRows2
 	fewRows5
 	copyBlocksKernel
+	promptKernel
 	// attentionKernels: for each head size, with one warp and with four.
 	attentionKernels
 	gemmKernels = attentionKernels + kernelID(2*len(headSizes))
@@ -135,6 +136,7 @@ var table = func() []kernel {
 		{"few.cu", "few_rows_2", 2 * skinnyStageBytes},
 		{"few.cu", "few_rows_5", 5 * skinnyStageBytes},
 		{"copy.cu", "copy_blocks", 0},
+		{"prompt.cu", "prompt_128", promptSharedBytes},
 	}
 	for _, d := range headSizes {
 		for _, warps := range []int{1, 4} {

@@ -26,8 +26,7 @@ struct attention_args {
   int v_as_k;                     // V has the strides of K
 };
 
-constexpr int tile_tokens = 32, chunk_tokens = 256;
-#define neg_infinity __uint_as_float(0xff800000u)  // -infinity: no score yet
+constexpr int tile_tokens = 32;
 
 // query_span is a block's tile of queries; rows 0: none.
 struct query_span {
@@ -47,19 +46,6 @@ DEVICE query_span find_span(const attention_args &a, int tile_rows) {
   s.end = s.position + s.rows;
   s.begin = a.window > 0 ? max(0, s.position - a.window + 1) : 0;
   return s;
-}
-
-// Computes the factors of an old and a new part, with maximum scores m and n, when they are
-// joined; m becomes the larger.
-DEVICE void join(float &m, float n, float &old_part, float &new_part) {
-  float row_max = fmaxf(m, n), base = row_max == neg_infinity ? 0.f : row_max;
-  old_part = exp2_fast(__fadd_rn(m, -base));
-  new_part = exp2_fast(__fadd_rn(n, -base));
-  m = row_max;
-}
-
-DEVICE float joined(float old, float old_part, float add, float new_part) {
-  return __fmaf_rn(add, new_part, __fmul_rn(old, old_part));
 }
 
 // d is the head size, rounded up to what is instantiated.

@@ -115,3 +115,21 @@ DEVICE float warp_sum(float v) {
 
 // Intrinsics, so that the compiler fuses nothing and every kernel has the same bits.
 DEVICE float silu(float x) { return __fdiv_rn(x, __fadd_rn(1.f, expf(-x))); }
+
+// Attention runs its online softmax over chunks of so many positions, which are then joined in
+// ascending order.
+constexpr int chunk_tokens = 256;
+#define neg_infinity __uint_as_float(0xff800000u)  // -infinity: no score yet
+
+// Computes the factors of an old and a new part, with maximum scores m and n, when they are
+// joined; m becomes the larger.
+DEVICE void join(float &m, float n, float &old_part, float &new_part) {
+  float row_max = fmaxf(m, n), base = row_max == neg_infinity ? 0.f : row_max;
+  old_part = exp2_fast(__fadd_rn(m, -base));
+  new_part = exp2_fast(__fadd_rn(n, -base));
+  m = row_max;
+}
+
+DEVICE float joined(float old, float old_part, float add, float new_part) {
+  return __fmaf_rn(add, new_part, __fmul_rn(old, old_part));
+}

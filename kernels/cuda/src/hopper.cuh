@@ -88,6 +88,13 @@ DEVICE u64 tile_descriptor(const void *tile) {
   return (u64)(shared_address(tile) >> 4 & 0x3fff) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
 }
 
+// The descriptor of an operand B that is transposed: rows of 64 elements of N (128 bytes), one for
+// each element of K, swizzled as above. next is the distance in bytes to the next 64 of N. The
+// descriptor plus 128 is that of the next 16 elements of K.
+DEVICE u64 transposed_descriptor(const void *tile, int next) {
+  return (u64)(shared_address(tile) >> 4 & 0x3fff) | (u64)(next >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+
 DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int pending>
@@ -186,6 +193,32 @@ WGMMA(152, 76, "76", "77")
 WGMMA(160, 80, "80", "81")
 WGMMA(176, 88, "88", "89")
 WGMMA(192, 96, "96", "97")
+
+// As wgmma<128>::multiply; without accumulate, D = A B^T.
+DEVICE void wgmma_shared(float (&d)[64], u64 a, u64 b, int accumulate) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n128k16." WGMMA_TYPES " {" REGISTERS_64 "}, %64, %65, p, 1, 1, 0, 0;\n}"
+               : OPERANDS_64
+               : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// D = A B (+ D), with A in registers, laid out as operand A of mma, and a transposed_descriptor
+// of B. A must not change before the product is waited for.
+DEVICE void wgmma_registers(float (&d)[64], const u32 (&a)[4], u64 b, int accumulate) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n128k16." WGMMA_TYPES " {" REGISTERS_64 "}, {%64,%65,%66,%67}, %68, p, 1, 1, 1;\n}"
+               : OPERANDS_64
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+// wgmma_wait, before any use of d.
+template <int pending>
+DEVICE void wgmma_wait(float (&d)[64]) {
+  asm volatile("wgmma.wait_group.sync.aligned %64;" : OPERANDS_64 : "n"(pending) : "memory");
+}
+
+// A barrier of the warpgroup with that number, from 0 on.
+DEVICE void meet_warpgroup(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 
 // Transposes an 8 x 8 matrix of 16-bit elements; lane l has two neighbors of row l/4.
 DEVICE u32 transpose(u32 v) {

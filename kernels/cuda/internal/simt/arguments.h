@@ -260,6 +260,42 @@
   FIELD(gemm_args, x_aligned) \
   FIELD(gemm_args, w_aligned) \
   FIELD(gemm_args, out_paired) \
+  STRUCT(prompt_args) \
+  FIELD(prompt_args, k) \
+  FIELD(prompt_args, v) \
+  FIELD(prompt_args, q) \
+  FIELD(prompt_args, values) \
+  FIELD(prompt_args, starts) \
+  FIELD(prompt_args, lens) \
+  FIELD(prompt_args, table) \
+  FIELD(prompt_args, out) \
+  FIELD(prompt_args, sums) \
+  FIELD(prompt_args, ends) \
+  FIELD(prompt_args, q_row) \
+  FIELD(prompt_args, q_head) \
+  FIELD(prompt_args, k_head) \
+  FIELD(prompt_args, v_block) \
+  FIELD(prompt_args, v_token) \
+  FIELD(prompt_args, v_head) \
+  FIELD(prompt_args, table_row) \
+  FIELD(prompt_args, out_row) \
+  FIELD(prompt_args, out_head) \
+  FIELD(prompt_args, k_block_rows) \
+  FIELD(prompt_args, v_block_rows) \
+  FIELD(prompt_args, k_rows) \
+  FIELD(prompt_args, v_rows) \
+  FIELD(prompt_args, sequences) \
+  FIELD(prompt_args, heads) \
+  FIELD(prompt_args, group) \
+  FIELD(prompt_args, shift) \
+  FIELD(prompt_args, blocks) \
+  FIELD(prompt_args, box) \
+  FIELD(prompt_args, window) \
+  FIELD(prompt_args, min_rows) \
+  FIELD(prompt_args, max_rows) \
+  FIELD(prompt_args, chunks) \
+  FIELD(prompt_args, each) \
+  FIELD(prompt_args, scale) \
   STRUCT(route_args) \
   FIELD(route_args, logits) \
   FIELD(route_args, ids) \

@@ -33,6 +33,9 @@ struct pending_product {
   float *d;
   unsigned long long a, b;
   int group;
+  // Of a product whose operand A is in registers.
+  void (*run_registers)(float *d, const operand &a, unsigned long long b);
+  operand rows;
 };
 
 struct fiber {
@@ -393,7 +396,12 @@ void meet_group() {
 
 void multiply_later(void (*run)(float *d, unsigned long long a, unsigned long long b), float *d, unsigned long long a, unsigned long long b) {
   fiber &f = fibers[current];
-  f.products.push_back({run, d, a, b, f.product_groups});
+  f.products.push_back({run, d, a, b, f.product_groups, nullptr, {}});
+}
+
+void multiply_later(void (*run)(float *d, const operand &a, unsigned long long b), float *d, const operand &a, unsigned long long b) {
+  fiber &f = fibers[current];
+  f.products.push_back({nullptr, d, 0, b, f.product_groups, run, a});
 }
 
 void multiply_commit() { fibers[current].product_groups++; }
@@ -403,7 +411,12 @@ void multiply_wait(int pending) {
   size_t done = 0;
   for (; done < f.products.size() && f.products[done].group < f.product_groups - pending; done++) {
     const pending_product &p = f.products[done];
-    p.run(p.d, p.a, p.b);
+    if (p.run) {
+      p.run(p.d, p.a, p.b);
+      continue;
+    }
+    if (memcmp(p.rows.registers, p.rows.then, sizeof p.rows.then) != 0) fail("thread %u: registers of a product under way have changed", current);
+    p.run_registers(p.d, p.rows, p.b);
   }
   f.products.erase(f.products.begin(), f.products.begin() + done);
 }

@@ -55,6 +55,15 @@ void copy_tile(void *shared, const void *global, int64_t rows, int64_t elements,
                unsigned long long *barrier);
 void meet_group();
 void multiply_later(void (*run)(float *d, unsigned long long a, unsigned long long b), float *d, unsigned long long a, unsigned long long b);
+// operand is two rows of operand A of a product, 16 elements each, which registers of several
+// threads hold; this thread's are to stay what they were then until the product is done.
+struct operand {
+  uint32_t words[2][8];
+  const uint32_t *registers;
+  uint32_t then[4];
+  int accumulate;
+};
+void multiply_later(void (*run)(float *d, const operand &a, unsigned long long b), float *d, const operand &a, unsigned long long b);
 void multiply_commit();
 void multiply_wait(int pending);
 

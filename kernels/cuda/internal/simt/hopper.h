@@ -35,6 +35,20 @@ static inline u64 tile_descriptor(const void *tile) {
   return at >> 4 | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
 }
 
+// Of an operand B with N contiguous: bits 16 to 29 are the distance between 64 elements of N and
+// the next 64, 32 to 45 that between eight rows of K.
+static inline u64 transposed_descriptor(const void *tile, int next) {
+  u32 at = simt::shared_address(tile);
+  if (at % 1024 != 0 || next % 1024 != 0) simt::fail("thread %u: a tile at %u, the next %d bytes on, no multiples of 1024", threadIdx.x, at, next);
+  return at >> 4 | (u64)(next >> 4) << 16 | (u64)64 << 32 | (u64)1 << 62;
+}
+static inline u16 transposed_element(u64 descriptor, int column, int k) {
+  u32 at = (u32)(descriptor & 0x3fff) * 16 + column / 64 * (u32)(descriptor >> 16 & 0x3fff) * 16 + k / 8 * (u32)(descriptor >> 32 & 0x3fff) * 16 +
+           k % 8 * 128 + column % 64 * 2;
+  at ^= at >> 3 & 0x70;
+  return *(const u16 *)simt::at_shared_address(at, 2);
+}
+
 // Element (row, k) of a tile: the three bits above 128 bytes are added to those of the
 // place of 16 bytes.
 static inline u16 tile_element(u64 descriptor, int row, int k) {
@@ -67,12 +81,53 @@ struct wgmma {
   }
 };
 
+// The same, where accumulate decides whether D is added to.
+static inline void wgmma_shared(float (&d)[64], u64 a, u64 b, int accumulate) {
+  simt::multiply_later(accumulate ? wgmma<128>::run : +[](float *d, u64 a, u64 b) {
+    for (int i = 0; i < 64; i++) d[i] = 0;
+    wgmma<128>::run(d, a, b);
+  }, d, a, b);
+}
+
+// A's registers are read at once, and must be the same when the product is waited for. A
+// thread's rows of D take the elements of A of the four threads that hold these rows.
+static inline void wgmma_registers(float (&d)[64], const u32 (&a)[4], u64 b, int accumulate) {
+  simt::message m = {{a[0], a[1], a[2], a[3]}};
+  const simt::message *all = simt::meet_warp(m);
+  simt::operand rows = {};
+  int first = simt::lane() / 4 * 4;
+  for (int i = 0; i < 4; i++)
+    for (int w = 0; w < 4; w++) rows.words[w % 2][w / 2 * 4 + i] = all[first + i].words[w];
+  rows.registers = a;
+  memcpy(rows.then, a, sizeof rows.then);
+  rows.accumulate = accumulate;
+  simt::multiply_later([](float *d, const simt::operand &rows, u64 b) {
+    int lane = simt::lane();
+    for (int i = 0; i < 64; i++) {
+      int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      const u32 *row = rows.words[i / 2 % 2];
+      float sum = 0;
+      for (int k = 0; k < 16; k++) sum += WIDEN((u16)(row[k / 2] >> k % 2 * 16)) * WIDEN(transposed_element(b, column, k));
+      d[i] = rows.accumulate ? d[i] + sum : sum;
+    }
+  }, d, rows, b);
+}
+
 static inline void wgmma_begin() { simt::meet_group(); }
 static inline void wgmma_commit() { simt::multiply_commit(); }
 template <int pending>
 static inline void wgmma_wait() {
   simt::meet_group();  // warps of a group multiply together
   simt::multiply_wait(pending);
+  simt::meet_group();
+}
+
+template <int pending>
+static inline void wgmma_wait(float (&)[64]) {
+  wgmma_wait<pending>();
+}
+static inline void meet_warpgroup(int group) {
+  if (group != (int)threadIdx.x / 128 - 1) simt::fail("thread %u: a barrier of warpgroup %d", threadIdx.x, group);
   simt::meet_group();
 }
 
