@@ -72,9 +72,6 @@ func TestCompile(t *testing.T) {
 					if err != nil {
 						t.Fatal(err)
 					}
-					if file == "prompt.cu" {
-						t.Log(log)
-					}
 					kernel := ""
 					for line := range strings.Lines(log) {
 						line = strings.TrimSpace(line)

@@ -217,6 +217,9 @@ DEVICE void wgmma_wait(float (&d)[64]) {
   asm volatile("wgmma.wait_group.sync.aligned %64;" : OPERANDS_64 : "n"(pending) : "memory");
 }
 
+// What computes d is not moved behind this: compilers would move a wait before it.
+DEVICE void compute_now(float (&d)[64]) { asm volatile("" : OPERANDS_64 : : "memory"); }
+
 // A barrier of the warpgroup with that number, from 0 on.
 DEVICE void meet_warpgroup(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 

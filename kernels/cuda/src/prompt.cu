@@ -223,10 +223,16 @@ struct prompt {
     int attends_from[2], attends_to[2];
   };
 
-  DEVICE unsigned char *await(const state &s) const {
-    barrier_wait(&r.full[s.now.slot], s.now.parity);
-    fence_shared();
-    return r.memory + s.now.slot * slot_bytes;
+  DEVICE unsigned char *await(const pipeline_state &now) const {
+    barrier_wait(&r.full[now.slot], now.parity);
+    return r.memory + now.slot * slot_bytes;
+  }
+
+  // Values of a tile where the sequence begins or ends may have been copied in chunks.
+  DEVICE unsigned char *await_values(const state &s, const prompt_item &t, int tile) const {
+    unsigned char *slot = await(s.now);
+    if (tile * tile_positions < t.begin || (tile + 1) * tile_positions > t.end) fence_shared();
+    return slot;
   }
 
   DEVICE void release(int slot) const {
@@ -404,7 +410,7 @@ struct prompt {
 
     float score[64], rescale[2];
     u32 weights[tile_positions / 16][4];
-    start_scores(score, q, await(s));
+    start_scores(score, q, await(s.now));
     wgmma_wait<0>(score);
     release(s.now.slot);
     advance(r, s.now);
@@ -414,19 +420,22 @@ struct prompt {
     bool first = true;  // no chunk has been joined
 #pragma unroll 1
     for (int tile = t.from + 1; tile < t.to; tile++) {
-      start_scores(score, q, await(s));
+      start_scores(score, q, await(s.now));
       int keys = s.now.slot;
       advance(r, s.now);
-      start_values(s, weights, await(s), accumulate);
+      start_values(s, weights, await_values(s, t, tile - 1), accumulate);
       wgmma_wait<1>(score);
       release(keys);
       bool next_chunk = tile % per_chunk == 0;
       float row_max[2] = {s.row_max[0], s.row_max[1]}, sum[2] = {s.sum[0], s.sum[1]};
       if (next_chunk) s.row_max[0] = s.row_max[1] = neg_infinity, s.sum[0] = s.sum[1] = 0;
       softmax(s, score, tile, masked(tile), rescale);
-      wgmma_wait<0>(s.part);
-      release(s.now.slot);
+      compute_now(score);
+      int values = s.now.slot;
       advance(r, s.now);
+      await(s.now);  // a branch, before which compilers do not move the wait for the values' product
+      wgmma_wait<0>(s.part);
+      release(values);
       if (next_chunk) {
         if (a.chunks > 0)
           store_chunk_parts(s, t, group, tile / per_chunk - 1, row_max, sum);
@@ -440,7 +449,7 @@ struct prompt {
       pack_weights(weights, score);
       accumulate = !next_chunk;
     }
-    start_values(s, weights, await(s), accumulate);
+    start_values(s, weights, await_values(s, t, t.to - 1), accumulate);
     wgmma_wait<0>(s.part);
     release(s.now.slot);
     advance(r, s.now);
@@ -458,7 +467,7 @@ struct prompt {
     s.now = {0, 0};
     wait_dependencies();
     for (;;) {
-      await(s);
+      await(s.now);
       prompt_item t = items[s.now.slot];
       if (t.rows == 0) return;
       if (group * 64 < t.rows * a.group) {
@@ -466,7 +475,7 @@ struct prompt {
         continue;
       }
       for (int i = 2 * (t.to - t.from); i > 0; i--) {  // none of the queries
-        await(s);
+        await(s.now);
         release(s.now.slot);
         advance(r, s.now);
       }
