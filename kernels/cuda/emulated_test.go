@@ -416,11 +416,13 @@ func TestEmulated(t *testing.T) {
 		multiprocessors int
 		invariant       bool
 		hopper          bool
+		only            string
 	}{
-		{"bf16", kernels.BF16, 1, true, false},
-		{"f16", kernels.F16, 132, false, false},
-		{"bf16-sm_90a", kernels.BF16, 1, true, true},
-		{"f16-sm_90a", kernels.F16, 132, true, true},
+		{"bf16", kernels.BF16, 1, true, false, ""},
+		{"f16", kernels.F16, 132, false, false, ""},
+		{"bf16-sm_90a", kernels.BF16, 1, true, true, ""},
+		{"f16-sm_90a", kernels.F16, 132, true, true, ""},
+		{"bf16-sm_90a-attention", kernels.BF16, 7, false, true, "attention"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
@@ -430,7 +432,7 @@ func TestEmulated(t *testing.T) {
 				r := b.run.(*simtRunner)
 				r.work = b.work.Range(0, min(b.work.Bytes(), 1<<16))
 				return m, overlapping{b, r}, s
-			}, kernelstest.Options{BatchInvariant: c.invariant, Full: *full, Seed: *seed})
+			}, kernelstest.Options{BatchInvariant: c.invariant, Full: *full, Seed: *seed, Only: c.only})
 		})
 	}
 }

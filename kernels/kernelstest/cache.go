@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"fmt"
 	"math"
+	"slices"
 
 	"github.com/moeserve/moeserve/kernels"
 )
@@ -204,6 +205,14 @@ func testAttention(r *rig) {
 		{8, 2, 128, 64, 0, []sequence{{150, 3}, {64, 1}, {65, 40}, {290, 1}}},
 		{4, 1, 32, 128, 0, []sequence{{300, 1}, {128, 1}, {129, 2}, {40, 40}}},
 		{4, 2, 64, 64, 100, []sequence{{300, 5}, {99, 2}, {101, 1}}},
+		// Prompts, whole and from a position on, of heads for which some devices have own kernels.
+		{2, 1, 128, 16, 0, []sequence{{530, 530}}},
+		{8, 2, 128, 32, 0, []sequence{{700, 70}, {300, 1}, {40, 40}, {260, 4}}},
+		{4, 1, 128, 8, 200, []sequence{{650, 90}, {230, 200}, {640, 1}}},
+		{2, 2, 128, 256, 0, []sequence{{513, 129}, {256, 1}, {257, 200}}},
+		{7, 1, 128, 16, 0, []sequence{{150, 40}, {20, 3}}},
+		{4, 2, 128, 24, 0, []sequence{{290, 30}, {25, 1}}}, // whose blocks have no power of two of tokens
+		{4, 2, 128, 16, 0, slices.Repeat([]sequence{{1, 1}, {33, 2}, {5, 0}, {20, 20}}, 10)},
 	}
 	if r.o.Full {
 		batch := []sequence{{93, 1}, {1030, 1}, {513, 2}, {64, 64}}
@@ -310,22 +319,33 @@ func testAttentionShape(r *rig, s attentionShape, newQ func(rows int) tensor, ga
 		return
 	}
 
-	// Rows alone, as decoding would come upon them.
+	// Rows alone, as decoding would come upon them, and the rows before and from any one on, as
+	// the steps of a prompt that is cut would.
 	want := bytes.Clone(out.buffer.after)
-	for i, seq := range s.sequences {
-		for j := range min(seq.rows, 5) {
-			n := starts[i] + j
-			one := tensor{out.Slice(n, n+1), out.buffer}
-			alone := op
-			alone.Q, alone.Out = q.Slice(n, n+1), one.Tensor
-			alone.SeqStarts = r.ints("SeqStarts of one", 0, 1).Tensor
-			alone.ContextLens = r.ints("ContextLens of one", seq.context-seq.rows+j+1).Tensor
-			alone.BlockTable = blockTable.Slice(i, i+1)
-			alone.MaxSeqTokens = 1
-			out.buffer.out = nil
-			one.writes()
-			r.doPart(&alone)
-			r.alike(one, want, "a row alone")
+	part := func(i, from, to int, what string) {
+		first, n := starts[i]+from, to-from
+		rows := tensor{out.Slice(first, first+n), out.buffer}
+		some := op
+		some.Q, some.Out = q.Slice(first, first+n), rows.Tensor
+		some.SeqStarts = r.ints("SeqStarts of a part", 0, n).Tensor
+		some.ContextLens = r.ints("ContextLens of a part", s.sequences[i].context-s.sequences[i].rows+to).Tensor
+		some.BlockTable = blockTable.Slice(i, i+1)
+		some.MaxSeqTokens = n
+		out.buffer.out = nil
+		rows.writes()
+		r.doPart(&some)
+		r.alike(rows, want, what)
+	}
+	for i, seq := range s.sequences[:min(len(s.sequences), 6)] {
+		for j := range seq.rows {
+			if j < 3 || j == seq.rows/2 || j == seq.rows-1 {
+				part(i, j, j+1, "a row alone")
+			}
+		}
+		if seq.rows > 1 {
+			cut := 1 + r.rand.IntN(seq.rows-1)
+			part(i, 0, cut, "the rows after them left out")
+			part(i, cut, seq.rows, "the rows before them left out")
 		}
 	}
 }

@@ -22,6 +22,8 @@ type Options struct {
 	Weights []kernels.DType
 	// Seed of all inputs; 0 takes one from the clock. Default: 0.
 	Seed uint64
+	// Only restricts the run to one of the suite's tests, such as "attention". Default: all.
+	Only string
 	// Output, if set, receives the bytes of every output, in a fixed order. Two runs with
 	// the same seed must agree if the backend promises it. Default: nil.
 	Output func(test, tensor string, data []byte)
@@ -72,6 +74,9 @@ func Run(t *testing.T, open Open, o Options) {
 	}
 	t.Logf("kernelstest.Options.Seed: %d", o.Seed)
 	for i, test := range tests {
+		if o.Only != "" && o.Only != test.name {
+			continue
+		}
 		t.Run(test.name, func(t *testing.T) {
 			m, b, s := open(t)
 			r := &rig{
