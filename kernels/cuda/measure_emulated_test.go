@@ -91,6 +91,41 @@ func TestEmulatedCopies(t *testing.T) {
 	}
 }
 
+// TestEmulatedPrompts is testPrompts on the CPU, and runs what TestMeasurePrompts measures, small.
+func TestEmulatedPrompts(t *testing.T) {
+	m, b, s := emulate(t, Options{BatchInvariant: true}, 3)
+	b.hopper = true
+	testPrompts(t, m, b, s, promptCase{Heads: 4, KVHeads: 1, Sequences: 2, Tokens: 50, Context: 560}, 0)
+	testPrompts(t, m, b, s, promptCase{Heads: 3, KVHeads: 1, Sequences: 1, Tokens: 90, Context: 700}, 300)
+	x := newMeasurer(t, m, b, s, 0)
+	defer x.free()
+	cases := []promptCase{
+		{Model: "small", Heads: 4, KVHeads: 2, Sequences: 1, Tokens: 70, Context: 70, Kernel: "prompt.cu"},
+		{Model: "small", Heads: 4, KVHeads: 2, Sequences: 1, Tokens: 70, Context: 70, Kernel: "attention.cu"},
+		{Model: "small", Heads: 4, KVHeads: 2, Sequences: 3, Tokens: 1, Context: 300, Kernel: "prompt.cu"},
+	}
+	all := x.measurePrompts(cases, 100, 0)
+	if !(all.ReadBytesPerS > 0) || len(all.Results) != len(cases) || !b.hopper || !b.o.BatchInvariant {
+		t.Fatalf("%+v", all)
+	}
+	for i, r := range all.Results {
+		if r.promptCase != cases[i] || r.Rounds != 3 || !(r.Seconds > 0) {
+			t.Errorf("%+v", r)
+		}
+	}
+	// A prompt's tokens attend to half of all pairs, and half of those of a token with itself.
+	r := all.Results[0]
+	if want := 4. * 4 * 128 * (70 * 71 / 2) / r.Seconds; math.Abs(r.FlopsPerS/want-1) > 1e-9 {
+		t.Errorf("%g operations a second, want %g", r.FlopsPerS, want)
+	}
+	if r := all.Results[2]; math.Abs(r.BytesPerS*r.Seconds-3*300*2*2*128*2) > 1 {
+		t.Errorf("%g bytes, want %d", r.BytesPerS*r.Seconds, 3*300*2*2*128*2)
+	}
+	if rows := promptTable(all); len(rows) != 4 || len(rows[0]) != len(rows[1]) {
+		t.Errorf("table %q", rows)
+	}
+}
+
 // TestPattern: the content of pools is found again where it was written, by parts or not.
 func TestPattern(t *testing.T) {
 	whole := make([]byte, 40<<20)

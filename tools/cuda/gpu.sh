@@ -2,7 +2,7 @@
 # All tests and measurements that need a GPU, in two halves:
 #   tools/cuda/gpu.sh build FOLDER            builds and packs what has to run, without a GPU
 #   tools/cuda/gpu.sh run FOLDER LOGS PART... runs it on a machine with a GPU and this tree, and prints a table
-# Without PART: all parts from device to sanitize, except those that name two GPUs, whole-mixtral, beside, gaps, layout, kvcopy, latency and load. LOGS gets at most 8 files.
+# Without PART: all parts from device to sanitize, except those that name two GPUs, whole-mixtral, beside, gaps, layout, kvcopy, prompts, latency and load. LOGS gets at most 8 files.
 #   device        device/cuda: conformance, NVML, NVRTC; experts, kvcache, pipeline and engine on it
 #   kernels       every kernel against its reference, small shapes; those for sm_80; start, cold and warm
 #   kernels-full  the same at the shapes of the models
@@ -44,6 +44,8 @@
 #   layout        decode attention over KV blocks that hold all layers, compared with an array per layer; 72 GiB of GPU memory
 #   kvcopy        copies of 1,000 scattered blocks from 4 KiB to 16 MiB between host, GPU and, with two GPUs, peer: queued, batched,
 #                 and by a kernel; 8 GiB of each memory
+#   prompts       attention of prompts of 4K to 128K tokens, of chunks of them and of decode steps, compared with FlashAttention 3 where
+#                 vLLM is installed (flash.py; else PyTorch); 24 GiB of GPU memory
 #   latency       two GPUs: what one copy of one run takes as the host sees it, by ways to learn of its end; what
 #                 small copies and kernels take beside large copies; where the time of a request goes whose prefix is in the GPU's memory
 #   kv            two GPUs: loads of KV blocks from the host and the second GPU (bench kv), copies of blocks by size, by copy
@@ -296,6 +298,10 @@ run() {
       kvcopy)
         limit 90 kernels/cuda kvcopy kvcopy "$work/kernels-cuda.test" -test.v -test.run 'TestMeasureCopies$' -measure "$logs/kvcopy.json" -measure-for 60s
         grep -E '^([|]|GB/s)' "$work/said" | tee -a "$logs/table.log" ;;
+      prompts)
+        limit 90 kernels/cuda prompts prompts "$work/kernels-cuda.test" -test.v -test.run 'TestMeasurePrompts$' -measure "$logs/prompts.json"
+        limit 90 . prompts flash python3 "$root/tools/cuda/flash.py" run "$logs/flash.json"
+        python3 "$root/tools/cuda/flash.py" table "$logs/prompts.json" "$logs/flash.json" | tee -a "$logs/table.log" ;;
       latency)
         limit 90 device/cuda latency latency "$work/device-cuda.test" -test.v -test.run 'TestMeasure' -measure
         grep -E '^( *[|]|us)' "$work/said" | tee -a "$logs/table.log"
