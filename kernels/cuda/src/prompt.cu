@@ -3,8 +3,8 @@
 // launch per chunk, for few tokens).
 //
 // An item of work is one KV head for a tile of 128 queries, a query being one token and head of Q
-// that shares the KV head (GQA). One warp loads keys and values in tiles of 128 positions, from a
-// multiple of 128 on, by TMA from the blocks of the cache; two warpgroups compute 64 queries each.
+// that shares the KV head (GQA). One warpgroup loads keys and values in tiles of 128 positions, from
+// a multiple of 128 on, by TMA from the blocks of the cache; two compute 64 queries each.
 // While the tensor cores multiply weights and values of a tile, a warpgroup computes the softmax
 // of the next. Probabilities stay in registers, as operand A.
 //
@@ -133,6 +133,13 @@ struct prompt {
     return block < a.blocks ? block : -1;
   }
 
+  // The four warps of the producer issue a quarter of a tile's copies each: one every so many
+  // cycles is what a warp can do.
+  DEVICE bool own_box() const {
+    int lane = threadIdx.x & 31;
+    return lane * a.box < tile_positions && (lane & 3) == threadIdx.x >> 5;
+  }
+
   // Copies this lane's box; the tiles of a map end before row outside, so that it has zeros.
   DEVICE void copy_box(unsigned char *slot, const tensor_map *map, int element, int row, int outside, int block, int tile, u64 *full) const {
     int lane = threadIdx.x & 31, p = tile * tile_positions + lane * a.box;
@@ -143,11 +150,9 @@ struct prompt {
 
   // Positions that no query attends to may be anything in keys, as their scores are not used.
   DEVICE void load_keys(const prompt_item &t, int tile, int block, pipeline_state &now) const {
-    int lane = threadIdx.x & 31;
     u64 *full = &r.full[now.slot];
-    if (lane == 0) barrier_expect(full, slot_bytes);
-    __syncwarp();
-    if (lane * a.box < tile_positions)
+    if (threadIdx.x == 0) barrier_expect(full, slot_bytes);
+    if (own_box())
       copy_box(r.memory + now.slot * slot_bytes, &a.k, (int)(t.kv_head * a.k_head), a.k_block_rows, a.k_rows, block, tile, full);
     barrier_arrive_after_copies(full);
     advance(r, now);
@@ -159,13 +164,12 @@ struct prompt {
     int lane = threadIdx.x & 31, p = tile * tile_positions + lane * a.box;
     unsigned char *slot = r.memory + now.slot * slot_bytes;
     u64 *full = &r.full[now.slot];
-    bool mine = lane * a.box < tile_positions, whole = block < 0 || (p >= t.begin && p + a.box <= t.end);
-    u32 partly = __ballot_sync(all_lanes, mine && !whole);
+    bool whole = block < 0 || (p >= t.begin && p + a.box <= t.end);
+    u32 partly = __ballot_sync(all_lanes, !whole);  // lanes without a box have no block
     barrier_wait(&r.empty[now.slot], now.parity);
-    if (lane == 0) barrier_expect(full, slot_bytes - __popc(partly) * a.box * 256);
-    __syncwarp();
-    if (mine && whole) copy_box(slot, &a.v, (int)(t.kv_head * a.v_head), a.v_block_rows, a.v_rows, block, tile, full);
-    for (; partly != 0; partly &= partly - 1) {
+    if (threadIdx.x == 0) barrier_expect(full, slot_bytes - __popc(partly) * a.box * 256);
+    if (own_box() && whole) copy_box(slot, &a.v, (int)(t.kv_head * a.v_head), a.v_block_rows, a.v_rows, block, tile, full);
+    for (partly = __ballot_sync(all_lanes, !whole && own_box()); partly != 0; partly &= partly - 1) {
       int box = __popc((partly & -partly) - 1), in = __shfl_sync(all_lanes, block, box);
       const u16 *from = (const u16 *)a.values + in * a.v_block + t.kv_head * a.v_head;
       for (int i = lane; i < a.box * 16; i += 32) {
@@ -179,10 +183,9 @@ struct prompt {
     advance(r, now);
   }
 
-  // Producer: one warp. Slots have, in this order, keys of the first tile, then keys of each
+  // Producer: one warpgroup. Slots have, in this order, keys of the first tile, then keys of each
   // further tile and values of the one before, then values of the last.
   DEVICE void produce() const {
-    int lane = threadIdx.x;
     pipeline_state now = {0, 1};
     cursor c = {0, 0, 0, 0, 0, 0};
     prefetch_map(&a.k);
@@ -194,9 +197,9 @@ struct prompt {
       int block = block_of(t, t.from);
       if (round == 0) wait_dependencies();
       barrier_wait(&r.empty[now.slot], now.parity);
-      if (lane == 0) items[now.slot] = t;
+      if (threadIdx.x == 0) items[now.slot] = t;
       if (t.rows == 0) {
-        if (lane == 0) barrier_arrive(&r.full[now.slot]);
+        if (threadIdx.x == 0) barrier_arrive(&r.full[now.slot]);
         barrier_arrive_after_copies(&r.full[now.slot]);
         return;
       }
@@ -492,11 +495,11 @@ KERNEL(384, 1) prompt_128(const __grid_constant__ prompt_args a) {
   unsigned char *start = memory + (-shared_address(memory) & 1023);
   prompt p = {a, {start, full, empty, slots, slot_bytes}, items, start + slots * slot_bytes, 0};
   p.totals = (float4 *)(p.queries + 4 * query_bytes);
-  if (threadIdx.x == 0) ring_init(p.r, 33, 2);  // a warp's lanes and the bytes; two warpgroups
+  if (threadIdx.x == 0) ring_init(p.r, 129, 2);  // the producer's threads and the bytes; two warpgroups
   __syncthreads();
   if (threadIdx.x < 128) {
     give_registers<24>();
-    if (threadIdx.x < 32) p.produce();
+    p.produce();
   } else {
     take_registers<240>();
     p.consume();
