@@ -411,7 +411,7 @@ struct prompt {
     int seen_by_all = first_seen(t.position + t.rows - 1);  // from there to t.position
     auto masked = [&](int tile) { return tile * tile_positions < seen_by_all || (tile + 1) * tile_positions - 1 > t.position; };
 
-    float score[64], rescale[2];
+    float score[64], rescale[2], row_max[2], sum[2];
     u32 weights[tile_positions / 16][4];
     start_scores(score, q, await(s.now));
     wgmma_wait<0>(score);
@@ -419,19 +419,36 @@ struct prompt {
     advance(r, s.now);
     softmax(s, score, t.from, masked(t.from), rescale);
     pack_weights(weights, score);
-    int accumulate = 0;
-    bool first = true;  // no chunk has been joined
+    bool first = true;      // no chunk has been joined
+    bool next_chunk = true;  // the weights are of another chunk than part, which has nothing yet
+    // Before part gets the product of the weights: it is rescaled, or its chunk has ended.
+    auto prepare_part = [&](int tile) {
+      if (!next_chunk) {
+#pragma unroll
+        for (int i = 0; i < 64; i++) s.part[i] = __fmul_rn(s.part[i], rescale[i / 2 & 1]);
+      } else if (tile > t.from) {
+        if (a.chunks > 0)
+          store_chunk_parts(s, t, group, tile / per_chunk - 1, row_max, sum);
+        else
+          join_chunk(s, row_max, sum, total, first, false);
+        first = false;
+      }
+    };
 #pragma unroll 1
     for (int tile = t.from + 1; tile < t.to; tile++) {
       start_scores(score, q, await(s.now));
       int keys = s.now.slot;
       advance(r, s.now);
-      start_values(s, weights, await_values(s, t, tile - 1), accumulate);
+      prepare_part(tile - 1);  // while the tensor cores work
+      start_values(s, weights, await_values(s, t, tile - 1), !next_chunk);
       wgmma_wait<1>(score);
       release(keys);
-      bool next_chunk = tile % per_chunk == 0;
-      float row_max[2] = {s.row_max[0], s.row_max[1]}, sum[2] = {s.sum[0], s.sum[1]};
-      if (next_chunk) s.row_max[0] = s.row_max[1] = neg_infinity, s.sum[0] = s.sum[1] = 0;
+      next_chunk = tile % per_chunk == 0;
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        row_max[h] = s.row_max[h], sum[h] = s.sum[h];
+        if (next_chunk) s.row_max[h] = neg_infinity, s.sum[h] = 0;
+      }
       softmax(s, score, tile, masked(tile), rescale);
       compute_now(score);
       int values = s.now.slot;
@@ -439,20 +456,10 @@ struct prompt {
       await(s.now);  // a branch, before which compilers do not move the wait for the values' product
       wgmma_wait<0>(s.part);
       release(values);
-      if (next_chunk) {
-        if (a.chunks > 0)
-          store_chunk_parts(s, t, group, tile / per_chunk - 1, row_max, sum);
-        else
-          join_chunk(s, row_max, sum, total, first, false);
-        first = false;
-      } else {
-#pragma unroll
-        for (int i = 0; i < 64; i++) s.part[i] = __fmul_rn(s.part[i], rescale[i / 2 & 1]);
-      }
       pack_weights(weights, score);
-      accumulate = !next_chunk;
     }
-    start_values(s, weights, await_values(s, t, t.to - 1), accumulate);
+    prepare_part(t.to - 1);
+    start_values(s, weights, await_values(s, t, t.to - 1), !next_chunk);
     wgmma_wait<0>(s.part);
     release(s.now.slot);
     advance(r, s.now);
