@@ -400,6 +400,53 @@ func TestAttentionChoice(t *testing.T) {
 			t.Errorf("%s: kernels %q, want %q", test.name, r.names(), test.want)
 		}
 	}
+	// On Hopper.
+	strided := func(q, block int) *kernels.Attention {
+		o := attention(1, 600, 600, 600, 32, 8, 128)
+		o.Q.Stride[0] += q
+		o.CacheK.Stride[0] += block
+		return o
+	}
+	blocks := func(tokens int) *kernels.Attention {
+		o := attention(1, 600, 600, 600, 32, 8, 128)
+		o.CacheK, o.CacheV = at(2, tensor(kernels.BF16, 160/tokens, tokens, 8, 128)), at(3, tensor(kernels.BF16, 160/tokens, tokens, 8, 128))
+		return o
+	}
+	const prompt = "prompt_128"
+	for _, test := range []struct {
+		name            string
+		op              *kernels.Attention
+		want, invariant string
+	}{
+		{"decode", attention(324, 324, 1, 900, 32, 8, 128), "attention_128_1", prompt},
+		{"one, short", attention(1, 1, 1, 256, 32, 8, 128), "attention_128_1", prompt},
+		{"one, long", attention(1, 1, 1, 900, 32, 8, 128), "attention_128_1 attention_join", "prompt_128 attention_join"},
+		{"no room for partial results", attention(60, 240, 4, 16000, 32, 8, 128), "attention_128_1", prompt},
+		{"prompts", attention(2, 900, 600, 600, 32, 8, 128), "attention_128_1 attention_join prompt_128", "prompt_128 attention_join prompt_128"},
+		{"one prompt", attention(1, 600, 600, 600, 32, 8, 128), prompt, prompt},
+		{"other heads", attention(1, 600, 600, 600, 32, 8, 96), "attention_96_4", "attention_96_4"},
+		{"blocks of 8", blocks(8), prompt, prompt},
+		{"blocks of 5", blocks(5), "attention_128_4", "attention_128_4"},
+		{"blocks of 4", blocks(4), "attention_128_4", "attention_128_4"},
+		{"blocks no tokens apart", strided(0, 8), "attention_128_4", "attention_128_4"},
+		{"blocks further apart", strided(0, 3*8*128), prompt, prompt},
+		{"queries that are not aligned", strided(4, 0), "attention_128_4", "attention_128_4"},
+	} {
+		for _, invariant := range []bool{false, true} {
+			r, b, s := list(t, Options{BatchInvariant: invariant})
+			b.hopper = true
+			if err := b.Enqueue(s, test.op); err != nil {
+				t.Errorf("%s: %v", test.name, err)
+			}
+			want := test.want
+			if invariant {
+				want = test.invariant
+			}
+			if r.names() != want {
+				t.Errorf("%s, batch-invariant %v: kernels %q, want %q", test.name, invariant, r.names(), want)
+			}
+		}
+	}
 }
 
 // sampling returns a draw from rows of logits, without cuts.
