@@ -868,6 +868,11 @@ func TestEnqueueMakesNoGarbage(t *testing.T) {
 	own, invariant, other := list(t, Options{BatchInvariant: true})
 	invariant.hopper = true
 	dense := matmul(324, 6144, 4096, kernels.BF16)
+	attention := &kernels.Attention{ // split, and prompts
+		Q: at(1, tensor(kernels.BF16, 900, 32, 128)), CacheK: at(2, tensor(kernels.BF16, 10, 16, 8, 128)), CacheV: at(3, tensor(kernels.BF16, 10, 16, 8, 128)),
+		SeqStarts: at(4, tensor(kernels.I32, 3)), ContextLens: at(5, tensor(kernels.I32, 2)),
+		BlockTable: at(6, tensor(kernels.I32, 2, 100)), Scale: 1, MaxContext: 900, MaxSeqTokens: 600, Out: at(7, tensor(kernels.BF16, 900, 32, 128)),
+	}
 	if n := testing.AllocsPerRun(100, func() {
 		r.reset()
 		own.reset()
@@ -876,8 +881,10 @@ func TestEnqueueMakesNoGarbage(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		if err := invariant.Enqueue(other, dense); err != nil {
-			t.Fatal(err)
+		for _, op := range [...]kernels.Op{dense, attention} {
+			if err := invariant.Enqueue(other, op); err != nil {
+				t.Fatal(err)
+			}
 		}
 	}); n > 0 {
 		t.Errorf("%v allocations", n)
