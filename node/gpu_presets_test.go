@@ -274,14 +274,17 @@ func (b *presetBatch) free() {
 	}
 }
 
-// Rates of the roofline, measured on one H200: reading memory, dense GEMMs
-// in bfloat16, attention's GEMMs, and copies from pinned host memory and from a peer.
+// Rates of the roofline: reading memory, dense GEMMs in bfloat16, and copies from pinned host
+// memory and from a peer, measured on one H200; and those assumed of attention, with contexts of
+// less than longContext tokens and with longer ones.
 const (
-	memoryRate    = 4.6e12
-	gemmRate      = 800e12
-	attentionRate = 60e12
-	hostRate      = 55.3e9
-	peerRate      = 395e9
+	memoryRate        = 4.6e12
+	gemmRate          = 800e12
+	attentionRate     = 60e12
+	longAttentionRate = 600e12
+	longContext       = 2048
+	hostRate          = 55.3e9
+	peerRate          = 395e9
 )
 
 // rooflineSeconds is the minimum duration of a step: tokens of seqs sequences that are
@@ -307,8 +310,11 @@ func rooflineSeconds(c *models.Config, rows, seqs, context int, fraction, rate f
 	if rows > seqs {
 		seen = ctx / 2
 	}
-	layers := float64(c.Layers)
-	attention := phase(float64(seqs)*ctx*layers*v*2+4*layers*n*q, 4*n*seen*q*layers, attentionRate)
+	layers, flops := float64(c.Layers), attentionRate
+	if context >= longContext {
+		flops = longAttentionRate
+	}
+	attention := phase(float64(seqs)*ctx*layers*v*2+4*layers*n*q, 4*n*seen*q*layers, flops)
 	head := phase(2*hidden*vocab+2*float64(seqs)*hidden+4*float64(seqs)*vocab, 2*float64(seqs)*hidden*vocab, gemmRate)
 	compute := layer*layers + attention + head
 	return max(compute, fraction*layers*touched*expertBytes(c)/rate)
@@ -342,5 +348,11 @@ func TestRoofline(t *testing.T) {
 	}
 	if got := 324 / rooflineSeconds(c, 324, 324, 93, 1, peerRate+hostRate); math.Abs(got-1620) > 10 {
 		t.Errorf("%.0f tokens/s with all experts on a peer and both links, want 1620", got)
+	}
+	// Attention of one token less of context is at the lower rate: a prompt of 2,047 tokens has
+	// 1,098 GFLOP of it, 18.3 ms at 60 TFLOP/s and 1.8 at 600.
+	short, long := rooflineSeconds(c, 2047, 1, 2047, 0, hostRate), rooflineSeconds(c, 2048, 1, 2048, 0, hostRate)
+	if got := short - long; math.Abs(got-16.5e-3) > 0.1e-3 {
+		t.Errorf("a prompt of 2,047 tokens takes %.3g s more than one of 2,048, want 16.5e-3", got)
 	}
 }

@@ -17,7 +17,7 @@ const (
 	promptSharedBytes = ringAlign + 4*promptTile*promptHead*2 + promptQueries*promptHead*(2+4)
 	promptThreads     = 384
 	// promptItems is how many items of split sequences each multiprocessor should have.
-	promptItems = 4
+	promptItems = 8
 )
 
 // hasPrompt reports whether prompt.cu can compute the attention. That depends on the device, on
