@@ -89,6 +89,11 @@ func TestHardware(t *testing.T) {
 				t.Errorf("%s: %s is %v, and its source %q", name, key, list[0], sources[key])
 			}
 		}
+		if long := values["gpu_long_attention_flop_per_s"]; long != nil && long[0] < values["gpu_attention_flop_per_s"][0] {
+			t.Errorf("%s: attention is slower, %v, where contexts are long", name, long)
+		}
+		delete(raw, "gpu_long_attention_flop_per_s") // which few have
+		delete(sources, "gpu_long_attention_flop_per_s")
 		keys := slices.Sorted(maps.Keys(raw))
 		if fields == nil {
 			fields = keys
@@ -99,7 +104,7 @@ func TestHardware(t *testing.T) {
 		}
 		peak := datasheets[name]
 		for key, limit := range map[string]float64{
-			"gpu_memory_bytes_per_s": peak.memory, "gpu_flop_per_s": peak.flops, "gpu_attention_flop_per_s": peak.flops,
+			"gpu_memory_bytes_per_s": peak.memory, "gpu_flop_per_s": peak.flops, "gpu_attention_flop_per_s": peak.flops, "gpu_long_attention_flop_per_s": peak.flops,
 			"host_to_gpu_bytes_per_s": peak.host, "gpu_to_host_bytes_per_s": peak.host, "peer_to_gpu_bytes_per_s": peak.peer,
 			"gpu_memory_bytes": peak.memoryGiB * (1 << 30),
 		} {

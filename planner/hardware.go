@@ -28,6 +28,9 @@ type Hardware struct {
 	// attention.
 	GPUFlops          float64 `json:"gpu_flop_per_s"`
 	GPUAttentionFlops float64 `json:"gpu_attention_flop_per_s"`
+	// GPULongAttentionFlops is the rate of attention where sequences have LongContext tokens or
+	// more; 0: GPUAttentionFlops.
+	GPULongAttentionFlops float64 `json:"gpu_long_attention_flop_per_s,omitempty"`
 
 	// HostMemory is in bytes; HostMemoryRate is the bandwidth of all threads together,
 	// in bytes/s.
@@ -88,6 +91,7 @@ var hardwareFields = []struct {
 	{"gpu_memory_bytes_per_s", "bytes/s", false, func(h *Hardware) float64 { return h.GPUMemoryRate }},
 	{"gpu_flop_per_s", "flop/s", false, func(h *Hardware) float64 { return h.GPUFlops }},
 	{"gpu_attention_flop_per_s", "flop/s", false, func(h *Hardware) float64 { return h.GPUAttentionFlops }},
+	{"gpu_long_attention_flop_per_s", "flop/s", true, func(h *Hardware) float64 { return h.GPULongAttentionFlops }},
 	{"host_memory_bytes", "bytes", false, func(h *Hardware) float64 { return float64(h.HostMemory) }},
 	{"host_memory_bytes_per_s", "bytes/s", false, func(h *Hardware) float64 { return h.HostMemoryRate }},
 	{"cpu_flop_per_s", "flop/s", false, func(h *Hardware) float64 { return h.CPUFlops }},

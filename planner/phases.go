@@ -70,8 +70,18 @@ var phaseNames = [phaseCount]string{
 	"experts gate/up", "experts down", "attention", "lm head",
 }
 
+// LongContext is the tokens of a sequence from which Hardware.GPULongAttentionFlops is the rate of
+// attention.
+const LongContext = 2048
+
 // work is what a step has to do, by phase.
-type work [phaseCount]struct{ bytes, flops float64 }
+type work [phaseCount]phaseWork
+
+// phaseWork is the work of a phase; long: its sequences have LongContext tokens or more.
+type phaseWork struct {
+	bytes, flops float64
+	long         bool
+}
 
 // stepShape is what the work of a step depends on.
 type stepShape struct {
@@ -79,6 +89,8 @@ type stepShape struct {
 	tokens, logits float64
 	// pairs of a query and a key; the KV cache of kvTokens is read.
 	pairs, kvTokens float64
+	// context is the tokens of a sequence behind the step.
+	context float64
 	// projections and experts are the numbers of equal parts in which the tokens go
 	// through the attention projections, and through experts (routed and shared).
 	projections, experts float64
@@ -131,28 +143,32 @@ func (m *Model) work(s stepShape) work {
 	set(phaseDown, moe, w*touched*h*width+a*n*k*(h+width), 2*n*k*h*width)
 	if !s.hostAttention {
 		set(phaseAttention, 1, s.kvTokens*float64(m.KVBytesPerToken())+2*a*layers*n*q, 4*s.pairs*q*layers)
+		x[phaseAttention].long = s.context >= LongContext
 	}
 	set(phaseHead, 1, w*h*float64(m.Vocab)+a*s.logits*h+4*s.logits*float64(m.Vocab), 2*s.logits*h*float64(m.Vocab))
 	return x
 }
 
 // seconds of a phase, and what bounds it.
-func (h *Hardware) seconds(phase int, bytes, flops float64) (float64, Bound) {
+func (h *Hardware) seconds(phase int, x phaseWork) (float64, Bound) {
 	rate, bound := h.GPUFlops, BoundGPUCompute
 	if phase == phaseAttention {
 		rate, bound = h.GPUAttentionFlops, BoundAttention
+		if x.long && h.GPULongAttentionFlops > 0 {
+			rate = h.GPULongAttentionFlops
+		}
 	}
-	if t := flops / rate; t > bytes/h.GPUMemoryRate {
+	if t := x.flops / rate; t > x.bytes/h.GPUMemoryRate {
 		return t, bound
 	}
-	return bytes / h.GPUMemoryRate, BoundGPUMemory
+	return x.bytes / h.GPUMemoryRate, BoundGPUMemory
 }
 
 // total is the time of all phases, each at its own bound, in seconds.
 func (h *Hardware) total(x *work) float64 {
 	var t float64
 	for i := range x {
-		s, _ := h.seconds(i, x[i].bytes, x[i].flops)
+		s, _ := h.seconds(i, x[i])
 		t += s
 	}
 	return t
@@ -166,7 +182,7 @@ func (h *Hardware) phases(x *work) ([]Phase, Bound) {
 		if x[i].bytes == 0 && x[i].flops == 0 {
 			continue
 		}
-		s, b := h.seconds(i, x[i].bytes, x[i].flops)
+		s, b := h.seconds(i, x[i])
 		list = append(list, Phase{Name: phaseNames[i], Bytes: x[i].bytes, Flops: x[i].flops, Seconds: s, Bound: b})
 		by[b] += s
 	}
@@ -213,7 +229,7 @@ func Rooflines(m Model, h Hardware, c RooflineCase) Roofline {
 	n := float64(c.Batch)
 	seen := m.seen(c.Context)
 	x := m.work(stepShape{
-		tokens: n, logits: n, pairs: n * seen, kvTokens: n * seen,
+		tokens: n, logits: n, pairs: n * seen, kvTokens: n * seen, context: c.Context + 1,
 		projections: groups, experts: groups,
 	})
 	var r Roofline

@@ -84,3 +84,19 @@ func TestWork(t *testing.T) {
 		}
 	}
 }
+
+// Attention has a rate of its own from LongContext tokens on, where the hardware has one.
+func TestLongContext(t *testing.T) {
+	m := Model{Layers: 1, Hidden: 4, Heads: 2, KVHeads: 1, HeadDim: 3, Experts: 2, TopK: 1, ExpertWidth: 5, Vocab: 13}.EnsureDefaults()
+	h := Hardware{GPUMemoryRate: 1e30, GPUFlops: 1, GPUAttentionFlops: 10, GPULongAttentionFlops: 100}
+	other := h
+	other.GPULongAttentionFlops = 0
+	for context, want := range map[float64]float64{LongContext - 1: 10, LongContext: 100, 1e6: 100} {
+		x := m.work(stepShape{tokens: 1, logits: 1, pairs: context, kvTokens: context, context: context, projections: 1, experts: 1})
+		for hardware, rate := range map[*Hardware]float64{&h: want, &other: 10} {
+			if s, _ := hardware.seconds(phaseAttention, x[phaseAttention]); !near(s, 4*context*6/rate, 1e-12) {
+				t.Errorf("%v tokens: %v s, want %v", context, s, 4*context*6/rate)
+			}
+		}
+	}
+}

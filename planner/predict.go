@@ -148,7 +148,7 @@ func (p *Problem) decodeWork(x *Policy) work {
 	n, seen := float64(x.Batch), p.Model.seen(p.Workload.Context())
 	projections, experts, _ := x.groups()
 	return p.Model.work(stepShape{
-		tokens: n, logits: n, pairs: n * seen, kvTokens: n * seen,
+		tokens: n, logits: n, pairs: n * seen, kvTokens: n * seen, context: p.Workload.Context() + 1,
 		projections: float64(projections), experts: float64(experts), hostAttention: x.Attention == configs.OnCPU,
 	})
 }
@@ -266,7 +266,7 @@ func (p *Problem) prefillWork(x *Policy) work {
 		each *= float64(p.Workload.PromptTokens)
 	}
 	projections := math.Ceil(tokens / each)
-	shape := stepShape{tokens: tokens, logits: n, pairs: pairs, kvTokens: tokens, projections: projections, experts: 1}
+	shape := stepShape{tokens: tokens, logits: n, pairs: pairs, kvTokens: tokens, context: float64(p.Workload.PromptTokens), projections: projections, experts: 1}
 	if x.Grouping == configs.PerMicroBatch {
 		shape.experts = projections
 	}

@@ -99,6 +99,10 @@ func (m Machine) Assume() planner.Hardware {
 	take("cpu_flop_per_s", &h.CPUFlops, m.Topology.Host.FlopsPerSecond)
 	if h.Sources["gpu_flop_per_s"] == thisMachine && !m.Real {
 		take("gpu_attention_flop_per_s", &h.GPUAttentionFlops, gpu.FlopsPerSecond)
+		h.GPULongAttentionFlops = 0 // as above
+	}
+	if h.GPULongAttentionFlops > 0 {
+		h.Sources["gpu_long_attention_flop_per_s"] = from
 	}
 	take("host_copy_latency_s", &h.HostCopyLatency, up.Latency.Seconds())
 	if near := append(slices.Clone(m.Peers), m.Relays...); len(near) > 0 {
