@@ -106,7 +106,7 @@ func (l *streamState) attention(o *kernels.Attention) error {
 			return err
 		}
 		if split {
-			if err := launch(l, o.Name(), attentionJoin, grid{x: sequences, y: heads, threads: 128}, &a); err != nil {
+			if err := launch(l, o.Name(), attentionJoin, grid{x: sequences * rows, y: heads, threads: 128}, &a); err != nil {
 				return err
 			}
 		}

@@ -420,9 +420,9 @@ func TestAttentionChoice(t *testing.T) {
 	}{
 		{"decode", attention(324, 324, 1, 900, 32, 8, 128), "attention_128_1", prompt},
 		{"one, short", attention(1, 1, 1, 256, 32, 8, 128), "attention_128_1", prompt},
-		{"one, long", attention(1, 1, 1, 900, 32, 8, 128), "attention_128_1 attention_join", "prompt_128 attention_join"},
+		{"one, long", attention(1, 1, 1, 900, 32, 8, 128), "attention_128_1 attention_join", "prompt_128 prompt_join"},
 		{"no room for partial results", attention(60, 240, 4, 16000, 32, 8, 128), "attention_128_1", prompt},
-		{"prompts", attention(2, 900, 600, 600, 32, 8, 128), "attention_128_1 attention_join prompt_128", "prompt_128 attention_join prompt_128"},
+		{"prompts", attention(2, 900, 600, 600, 32, 8, 128), "attention_128_1 attention_join prompt_128", "prompt_128 prompt_join prompt_128"},
 		{"one prompt", attention(1, 600, 600, 600, 32, 8, 128), prompt, prompt},
 		{"other heads", attention(1, 600, 600, 600, 32, 8, 96), "attention_96_4", "attention_96_4"},
 		{"blocks of 8", blocks(8), prompt, prompt},

@@ -97,6 +97,9 @@ func TestEmulatedPrompts(t *testing.T) {
 	b.hopper = true
 	testPrompts(t, m, b, s, promptCase{Heads: 4, KVHeads: 1, Sequences: 2, Tokens: 50, Context: 560}, 0)
 	testPrompts(t, m, b, s, promptCase{Heads: 3, KVHeads: 1, Sequences: 1, Tokens: 90, Context: 700}, 300)
+	// Large chunks, too: from position 4096 on.
+	testPrompts(t, m, b, s, promptCase{Heads: 2, KVHeads: 1, Sequences: 1, Tokens: 5, Context: 5300}, 0)
+	testPrompts(t, m, b, s, promptCase{Heads: 2, KVHeads: 1, Sequences: 1, Tokens: 5, Context: 6200}, 1100)
 	x := newMeasurer(t, m, b, s, 0)
 	defer x.free()
 	cases := []promptCase{

@@ -16,9 +16,13 @@ const (
 	// queries, and the float32 results of earlier chunks.
 	promptSharedBytes = ringAlign + 4*promptTile*promptHead*2 + promptQueries*promptHead*(2+4)
 	promptThreads     = 384
-	// promptItems is how many items of split sequences each multiprocessor should have.
-	promptItems = 8
 )
+
+// promptChunks is the number of chunks of a context, as prompt.cu has them.
+func promptChunks(context int) int {
+	const small, large, from = 256, 1024, 4096
+	return ceil(min(context, from), small) + ceil(max(context-from, 0), large)
+}
 
 // hasPrompt reports whether prompt.cu can compute the attention. That depends on the device, on
 // shapes of heads and blocks, and on layouts, never on numbers of tokens or sequences.
@@ -73,24 +77,19 @@ func (l *streamState) prompt(o *kernels.Attention, minRows int) error {
 
 	g := grid{threads: promptThreads, shared: promptSharedBytes}
 	perTile := promptQueries / group
-	chunks := ceil(o.MaxContext, chunkTokens)
+	chunks := promptChunks(o.MaxContext)
 	if rows := min(queriesPerWarp/group, o.MaxSeqTokens); rows >= minRows && !(sequences == 1 && o.MaxSeqTokens > rows) {
 		if parts, split := l.b.splitAttention(sequences, rows, heads, kvHeads, promptHead, chunks); split {
 			a.sums, a.ends = uint64(l.work.Addr), uint64(l.work.Addr)+uint64(parts)*promptHead*4
 			a.maxRows, a.chunks = int32(rows), int32(chunks)
-			a.each = int32(max(1, sequences*kvHeads*chunks/(promptItems*l.b.multiprocessors)))
-			g.x = min(l.b.multiprocessors, sequences*kvHeads*ceil(chunks, int(a.each)))
+			g.x = min(l.b.multiprocessors, sequences*kvHeads*chunks)
 			if err := launch(l, o.Name(), promptKernel, g, &a); err != nil {
 				return err
 			}
-			j := attentionArgs{
-				starts: a.starts, lens: a.lens, out: a.out, sums: a.sums, ends: a.ends, outRow: a.outRow, outHead: a.outHead,
-				heads: a.heads, group: a.group, d: promptHead, window: a.window, minRows: a.minRows, maxRows: a.maxRows, tiles: 1, chunks: a.chunks,
-			}
-			if err := launch(l, o.Name(), attentionJoin, grid{x: sequences, y: heads, threads: 128}, &j); err != nil {
+			if err := launch(l, o.Name(), promptJoin, grid{x: sequences * rows, y: heads, threads: 128}, &a); err != nil {
 				return err
 			}
-			a.minRows, a.maxRows, a.chunks, a.each = a.maxRows+1, math.MaxInt32, 0, 0
+			a.minRows, a.maxRows, a.chunks = a.maxRows+1, math.MaxInt32, 0
 		}
 	}
 	if o.MaxSeqTokens < int(a.minRows) {

@@ -86,6 +86,7 @@ const (
 	fewRows5
 	copyBlocksKernel
 	promptKernel
+	promptJoin
 	// attentionKernels: for each head size, with one warp and with four.
 	attentionKernels
 	gemmKernels = attentionKernels + kernelID(2*len(headSizes))
@@ -137,6 +138,7 @@ var table = func() []kernel {
 		{"few.cu", "few_rows_5", 5 * skinnyStageBytes},
 		{"copy.cu", "copy_blocks", 0},
 		{"prompt.cu", "prompt_128", promptSharedBytes},
+		{"prompt.cu", "prompt_join", 0},
 	}
 	for _, d := range headSizes {
 		for _, warps := range []int{1, 4} {

@@ -26,7 +26,7 @@ struct attention_args {
   int v_as_k;                     // V has the strides of K
 };
 
-constexpr int tile_tokens = 32;
+constexpr int tile_tokens = 32, chunk_tokens = 256;
 
 // query_span is a block's tile of queries; rows 0: none.
 struct query_span {
@@ -340,23 +340,14 @@ ATTENTION(64)
 ATTENTION(96)
 ATTENTION(128)
 
-// Joins the chunks of one head of Q (blockIdx.y) for the rows of one tile, in the same
-// arithmetic as a block that computes them all.
+// Joins the chunks of one token (blockIdx.x, max_rows of each sequence) and head of Q (blockIdx.y).
 KERNEL(128, 1) attention_join(const attention_args a) {
   begin();
-  query_span s = find_span(a, 16 / a.group);
-  int head = blockIdx.y, column = threadIdx.x;
-  for (int i = 0; i < s.rows; i++) {
-    i64 n = s.row0 + i;
-    int p = s.position + i, begin = a.window > 0 ? max(0, p - a.window + 1) : 0;
-    float total = 0, total_max = neg_infinity, total_sum = 0;
-    for (int c = begin / chunk_tokens; c <= p / chunk_tokens; c++) {
-      i64 at = ((s.sequence * (i64)a.max_rows + i) * a.heads + head) * a.chunks + c;
-      float old_part, new_part;
-      join(total_max, ((const float *)a.ends)[2 * at], old_part, new_part);
-      total_sum = joined(total_sum, old_part, ((const float *)a.ends)[2 * at + 1], new_part);
-      if (column < a.d) total = joined(total, old_part, ((const float *)a.sums)[at * a.d + column], new_part);
-    }
-    if (column < a.d) ((u16 *)a.out)[n * a.out_row + head * a.out_head + column] = to_act(__fmul_rn(total, __fdiv_rn(1.f, total_sum)));
-  }
+  int sequence = blockIdx.x / a.max_rows, row = blockIdx.x % a.max_rows, head = blockIdx.y, column = threadIdx.x;
+  int start = ((const int *)a.starts)[sequence], n = ((const int *)a.starts)[sequence + 1] - start;
+  if (row >= n || n < a.min_rows || n > a.max_rows) return;
+  int p = ((const int *)a.lens)[sequence] - n + row, first = (a.window > 0 ? max(0, p - a.window + 1) : 0) / chunk_tokens;
+  i64 at = ((sequence * (i64)a.max_rows + row) * a.heads + head) * a.chunks + first;
+  float out = join_chunks((const float *)a.sums + at * a.d, (const float2 *)a.ends + at, p / chunk_tokens + 1 - first, a.d, column);
+  if (column < a.d) ((u16 *)a.out)[(start + row) * a.out_row + head * a.out_head + column] = to_act(out);
 }

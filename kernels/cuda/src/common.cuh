@@ -116,9 +116,8 @@ DEVICE float warp_sum(float v) {
 // Intrinsics, so that the compiler fuses nothing and every kernel has the same bits.
 DEVICE float silu(float x) { return __fdiv_rn(x, __fadd_rn(1.f, expf(-x))); }
 
-// Attention runs its online softmax over chunks of so many positions, which are then joined in
-// ascending order.
-constexpr int chunk_tokens = 256;
+// Attention runs its online softmax over chunks of positions, which are then joined in ascending
+// order.
 #define neg_infinity __uint_as_float(0xff800000u)  // -infinity: no score yet
 
 // Computes the factors of an old and a new part, with maximum scores m and n, when they are
@@ -132,4 +131,32 @@ DEVICE void join(float &m, float n, float &old_part, float &new_part) {
 
 DEVICE float joined(float old, float old_part, float add, float new_part) {
   return __fmaf_rn(add, new_part, __fmul_rn(old, old_part));
+}
+
+// Joins element column of count chunks of one query and head, whose partial results are d elements
+// apart, and returns it divided by the sum of weights; ends are each chunk's maximum and sum. Loads
+// run ahead of the arithmetic, which is that of a block that computes all chunks.
+DEVICE float join_chunks(const float *sums, const float2 *ends, int count, int d, int column) {
+  constexpr int ahead = 16;
+  float total = 0, total_max = neg_infinity, total_sum = 0;
+#pragma unroll 1
+  for (int c = 0; c < count; c += ahead) {
+    float part[ahead];
+    float2 end[ahead];
+#pragma unroll
+    for (int i = 0; i < ahead; i++) {
+      int at = min(c + i, count - 1);
+      end[i] = ends[at];
+      part[i] = column < d ? sums[(i64)at * d + column] : 0.f;
+    }
+#pragma unroll
+    for (int i = 0; i < ahead; i++) {
+      if (c + i >= count) break;
+      float old_part, new_part;
+      join(total_max, end[i].x, old_part, new_part);
+      total_sum = joined(total_sum, old_part, end[i].y, new_part);
+      total = joined(total, old_part, part[i], new_part);
+    }
+  }
+  return __fmul_rn(total, __fdiv_rn(1.f, total_sum));
 }

@@ -1,6 +1,6 @@
 // Causal attention over a paged KV cache on the tensor cores of sm_90a (wgmma), for heads of 128
-// elements, as a persistent kernel: what attention.cu computes, for prompts (and, with an own
-// launch per chunk, for few tokens).
+// elements, as a persistent kernel: what attention.cu computes, for prompts, and for few tokens
+// with long contexts.
 //
 // An item of work is one KV head for a tile of 128 queries, a query being one token and head of Q
 // that shares the KV head (GQA). One warpgroup loads keys and values in tiles of 128 positions, from
@@ -8,12 +8,13 @@
 // While the tensor cores multiply weights and values of a tile, a warpgroup computes the softmax
 // of the next. Probabilities stay in registers, as operand A.
 //
-// The softmax is online inside chunks of 256 positions, and chunks are joined in ascending order
-// (FlashAttention-3, https://arxiv.org/abs/2407.08608, joins nothing: there a tile follows the
-// other). Positions that a query does not attend to leave its state unchanged, bit for bit. So a
-// token's result depends only on the positions it attends to: neither on its tile, nor on how its
-// prompt was cut, nor on whether its chunks are items of their own (split) and are joined by
-// attention_join.
+// The softmax is online inside chunks of positions, and chunks are joined in ascending order
+// (FlashAttention-3, https://arxiv.org/abs/2407.08608, has no chunks). They are small at first, so
+// that a short context makes enough of them, and large from position 4096 on, so that a long one has
+// few partial results. Positions that a query does not attend to leave its state unchanged, bit for
+// bit. So a token's result depends only on the positions it attends to: neither on its tile, nor on
+// how its prompt was cut, nor on whether its chunks are items of their own (split) and are joined by
+// prompt_join.
 
 struct prompt_args {
   tensor_map k, v;         // rows of both: tokens of the cache, of all its KV heads; tiles of box of them
@@ -27,7 +28,7 @@ struct prompt_args {
   int box;                 // positions per TMA copy: those of a block, at most 128
   int window;              // 0: all
   int min_rows, max_rows;  // this launch computes the sequences with that many tokens in the step
-  int chunks, each;        // split: chunks of a sequence at most, and those of an item; else 0
+  int chunks;              // split: chunks of a sequence at most; else 0
   float scale;             // multiplied by log2(e)
 };
 
@@ -36,6 +37,23 @@ constexpr int half_bytes = tile_positions * 128;  // 64 elements of each positio
 constexpr int slot_bytes = 2 * half_bytes;        // keys or values of a tile
 constexpr int query_bytes = 64 * 128;             // 64 elements of each query of a warpgroup
 constexpr int slots = 4;
+
+// Chunks have 256 positions up to position 4096, and 1024 from there on. prompt.go counts them.
+constexpr int small_chunk = 256, large_chunk = 1024, large_from = 4096;
+
+DEVICE int chunk_of(int position) {
+  return position < large_from ? position / small_chunk : large_from / small_chunk + (position - large_from) / large_chunk;
+}
+
+// The first tile of a chunk.
+DEVICE int chunk_tile(int chunk) {
+  int more = max(0, chunk - large_from / small_chunk);
+  return ((chunk - more) * small_chunk + more * large_chunk) / tile_positions;
+}
+
+DEVICE bool starts_chunk(int tile) {
+  return tile % ((tile < large_from / tile_positions ? small_chunk : large_chunk) / tile_positions) == 0;
+}
 
 // prompt_item is one item of work; rows 0: none are left.
 struct prompt_item {
@@ -65,11 +83,9 @@ struct prompt {
   DEVICE int tile_rows() const { return tile_queries / a.group; }
   DEVICE int first_seen(int position) const { return a.window > 0 ? max(0, position - a.window + 1) : 0; }
 
-  // Items of a KV head and tile of a sequence.
+  // Items of a KV head and tile of a sequence: with split one for each chunk.
   DEVICE int parts(int rows, int context) const {
-    if (a.chunks == 0) return 1;
-    int chunks = (context + chunk_tokens - 1) / chunk_tokens - first_seen(context - rows) / chunk_tokens;
-    return (chunks + a.each - 1) / a.each;
+    return a.chunks == 0 ? 1 : chunk_of(context - 1) + 1 - chunk_of(first_seen(context - rows));
   }
 
   DEVICE void look(cursor &c) const {
@@ -108,7 +124,7 @@ struct prompt {
     t.sequence = c.first + lane;
     t.kv_head = i % kv_heads();
     i /= kv_heads();
-    int part = i % parts, first = (tiles - 1 - i / parts) * tile_rows();
+    int part = parts - 1 - i % parts, first = (tiles - 1 - i / parts) * tile_rows();
     t.row0 = load_early((const int *)a.starts + t.sequence) + first;
     t.rows = min(tile_rows(), n - first);
     t.position = context - n + first;
@@ -117,10 +133,9 @@ struct prompt {
     t.from = first_seen(t.position) / tile_positions;
     t.to = (t.position + t.rows + tile_positions - 1) / tile_positions;
     if (a.chunks > 0) {
-      constexpr int per_chunk = chunk_tokens / tile_positions;
-      int chunk = t.begin / chunk_tokens + part * a.each;
-      t.from = max(t.from, chunk * per_chunk);
-      t.to = min(t.to, (chunk + a.each) * per_chunk);
+      int chunk = chunk_of(t.begin) + part;
+      t.from = max(t.from, chunk_tile(chunk));
+      t.to = min(t.to, chunk_tile(chunk + 1));
     }
     return t;
   }
@@ -360,18 +375,18 @@ struct prompt {
     return token < t.rows;
   }
 
-  // Split: stores a chunk's partial results.
-  DEVICE void store_chunk_parts(const state &s, const prompt_item &t, int group, int chunk, const float (&row_max)[2], float (&sum)[2]) const {
+  // Split: stores the partial results of an item, which is a chunk.
+  DEVICE void store_partial(state &s, const prompt_item &t, int group, int chunk) const {
     int lane = threadIdx.x & 31;
-    sum_rows(sum);
+    sum_rows(s.sum);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       int token, head;
       if (!query(t, group, h, token, head)) continue;
       i64 at = ((t.sequence * (i64)a.max_rows + token) * a.heads + head) * a.chunks + chunk;
       if ((lane & 3) == 0) {
-        ((float *)a.ends)[2 * at] = __fmul_rn(row_max[h], a.scale);
-        ((float *)a.ends)[2 * at + 1] = sum[h];
+        ((float *)a.ends)[2 * at] = __fmul_rn(s.row_max[h], a.scale);
+        ((float *)a.ends)[2 * at + 1] = s.sum[h];
       }
       float *to = (float *)a.sums + at * head_size + (lane & 3) * 2;
 #pragma unroll
@@ -395,7 +410,6 @@ struct prompt {
 
   // Consumer: one item, whose first keys are there.
   DEVICE void attend(state &s, const prompt_item &t, int group) const {
-    constexpr int per_chunk = chunk_tokens / tile_positions;
     unsigned char *query_tile = queries + group * 2 * query_bytes;
     float4 *total = totals + group * 16 * 128 + threadIdx.x % 128;
     load_queries(t, group, query_tile);
@@ -427,10 +441,7 @@ struct prompt {
 #pragma unroll
         for (int i = 0; i < 64; i++) s.part[i] = __fmul_rn(s.part[i], rescale[i / 2 & 1]);
       } else if (tile > t.from) {
-        if (a.chunks > 0)
-          store_chunk_parts(s, t, group, tile / per_chunk - 1, row_max, sum);
-        else
-          join_chunk(s, row_max, sum, total, first, false);
+        join_chunk(s, row_max, sum, total, first, false);
         first = false;
       }
     };
@@ -443,7 +454,7 @@ struct prompt {
       start_values(s, weights, await_values(s, t, tile - 1), !next_chunk);
       wgmma_wait<1>(score);
       release(keys);
-      next_chunk = tile % per_chunk == 0;
+      next_chunk = starts_chunk(tile);
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         row_max[h] = s.row_max[h], sum[h] = s.sum[h];
@@ -464,7 +475,7 @@ struct prompt {
     release(s.now.slot);
     advance(r, s.now);
     if (a.chunks > 0) {
-      store_chunk_parts(s, t, group, (t.to - 1) / per_chunk, s.row_max, s.sum);
+      store_partial(s, t, group, chunk_of(t.from * tile_positions));
       return;
     }
     join_chunk(s, s.row_max, s.sum, total, first, true);
@@ -511,4 +522,16 @@ KERNEL(384, 1) prompt_128(const __grid_constant__ prompt_args a) {
     take_registers<240>();
     p.consume();
   }
+}
+
+// Joins the chunks of one token (blockIdx.x, max_rows of each sequence) and head of Q (blockIdx.y).
+KERNEL(128, 1) prompt_join(const __grid_constant__ prompt_args a) {
+  begin();
+  int sequence = blockIdx.x / a.max_rows, row = blockIdx.x % a.max_rows, head = blockIdx.y, column = threadIdx.x;
+  int start = ((const int *)a.starts)[sequence], n = ((const int *)a.starts)[sequence + 1] - start;
+  if (row >= n || n < a.min_rows || n > a.max_rows) return;
+  int p = ((const int *)a.lens)[sequence] - n + row, first = chunk_of(a.window > 0 ? max(0, p - a.window + 1) : 0);
+  i64 at = ((sequence * (i64)a.max_rows + row) * a.heads + head) * a.chunks + first;
+  float out = join_chunks((const float *)a.sums + at * head_size, (const float2 *)a.ends + at, chunk_of(p) + 1 - first, head_size, column);
+  ((u16 *)a.out)[(start + row) * a.out_row + head * a.out_head + column] = to_act(out);
 }

@@ -294,7 +294,6 @@
   FIELD(prompt_args, min_rows) \
   FIELD(prompt_args, max_rows) \
   FIELD(prompt_args, chunks) \
-  FIELD(prompt_args, each) \
   FIELD(prompt_args, scale) \
   STRUCT(route_args) \
   FIELD(route_args, logits) \

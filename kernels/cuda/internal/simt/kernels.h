@@ -48,5 +48,5 @@ extern const simt_kernel TABLE[] = {
     ENTRY(copy_blocks, copy_blocks_args), ENTRY(group_few, sort_args),        ENTRY(combine_norm_256, combine_norm_args), ENTRY(combine_norm_512_few, combine_norm_args),
     ENTRY(combine_norm_512, combine_norm_args), ENTRY(combine_norm_512_3, combine_norm_args),
     HEADS(32), HEADS(64), HEADS(96), HEADS(128), TILES(matmul), TILES(up), TILES(down),
-    EXPERTS(expert_up), EXPERTS(expert_down), HOPPER(dense_64, dense_args), HOPPER(dense_128, dense_args), HOPPER(dense_256, dense_args), HOPPER(prompt_128, prompt_args), {nullptr, nullptr, 0},
+    EXPERTS(expert_up), EXPERTS(expert_down), HOPPER(dense_64, dense_args), HOPPER(dense_128, dense_args), HOPPER(dense_256, dense_args), HOPPER(prompt_128, prompt_args), HOPPER(prompt_join, prompt_args), {nullptr, nullptr, 0},
 };
