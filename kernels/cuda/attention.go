@@ -23,6 +23,9 @@ const (
 	// attentionTiles tiles per sequence, blocks would end too unevenly, so they are split into
 	// chunks.
 	attentionBlocks, attentionTiles = 4, 32
+	// prompt.cu computes all tokens of a step with contexts of at least longContext tokens, and so
+	// many that attention.cu would have longParts partial results.
+	longContext, longParts = 16 << 10, 16 << 10
 )
 
 // attentionSharedBytes is the shared memory of a block: its stages of 32 keys and values, and
@@ -59,9 +62,10 @@ func (l *streamState) attention(o *kernels.Attention) error {
 			o.Name(), o.CacheK, uint64(o.CacheK.Addr), o.CacheV, uint64(o.CacheV.Addr))
 	}
 	// With Options.BatchInvariant one kernel computes a token wherever it is: alone, or in a
-	// prompt.
+	// prompt. It is also the faster one for few tokens where contexts are long and many.
 	prompts := l.b.hasPrompt(o)
-	if prompts && l.b.o.BatchInvariant {
+	long := o.MaxContext >= longContext && sequences*heads*ceil(o.MaxContext, chunkTokens) >= longParts
+	if prompts && (l.b.o.BatchInvariant || long) {
 		return l.prompt(o, 1)
 	}
 	a := attentionArgs{

@@ -368,7 +368,7 @@ func TestAttentionChoice(t *testing.T) {
 		return &kernels.Attention{
 			Q: at(1, tensor(kernels.BF16, rows, heads, d)), CacheK: at(2, tensor(kernels.BF16, 10, 16, kvHeads, d)), CacheV: at(3, tensor(kernels.BF16, 10, 16, kvHeads, d)),
 			SeqStarts: at(4, tensor(kernels.I32, sequences+1)), ContextLens: at(5, tensor(kernels.I32, sequences)),
-			BlockTable: at(6, tensor(kernels.I32, sequences, 1000)), Scale: 1, MaxContext: context, MaxSeqTokens: maxRows, Out: at(7, tensor(kernels.BF16, rows, heads, d)),
+			BlockTable: at(6, tensor(kernels.I32, sequences, 8192)), Scale: 1, MaxContext: context, MaxSeqTokens: maxRows, Out: at(7, tensor(kernels.BF16, rows, heads, d)),
 		}
 	}
 	for _, test := range []struct {
@@ -424,6 +424,10 @@ func TestAttentionChoice(t *testing.T) {
 		{"no room for partial results", attention(60, 240, 4, 16000, 32, 8, 128), "attention_128_1", prompt},
 		{"prompts", attention(2, 900, 600, 600, 32, 8, 128), "attention_128_1 attention_join prompt_128", "prompt_128 prompt_join prompt_128"},
 		{"one prompt", attention(1, 600, 600, 600, 32, 8, 128), prompt, prompt},
+		{"one, very long", attention(1, 1, 1, 128<<10, 32, 8, 128), "prompt_128 prompt_join", "prompt_128 prompt_join"},
+		{"several, long", attention(8, 8, 1, 16<<10, 32, 8, 128), "prompt_128 prompt_join", "prompt_128 prompt_join"},
+		{"several, less long", attention(8, 8, 1, 15<<10, 32, 8, 128), "attention_128_1 attention_join", "prompt_128 prompt_join"},
+		{"too many to split", attention(80, 80, 1, 16<<10, 32, 8, 128), prompt, prompt},
 		{"other heads", attention(1, 600, 600, 600, 32, 8, 96), "attention_96_4", "attention_96_4"},
 		{"blocks of 8", blocks(8), prompt, prompt},
 		{"blocks of 5", blocks(5), "attention_128_4", "attention_128_4"},
