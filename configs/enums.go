@@ -214,3 +214,15 @@ func named[E ~uint8](names []string, v *E, text []byte) error {
 	*v = E(i)
 	return nil
 }
+
+// Values of Serve.ToolCallParser and Serve.ReasoningParser besides the names of formats, which package
+// models/chat/output has: the format is found by the chat template, or there is none.
+const (
+	AutoParser = "auto"
+	NoParser   = "none"
+)
+
+var (
+	toolCallParsers  = []string{AutoParser, NoParser, "hermes", "json", "llama3_json", "mistral", "olmo3", "phi4_mini_json", "qwen3_coder", "qwen3_xml"}
+	reasoningParsers = []string{AutoParser, NoParser, "deepseek_r1", "qwen3"}
+)

@@ -146,6 +146,9 @@ type Serve struct {
 	ServedModelName          string `mapstructure:"served-model-name"`
 	GenerationConfig         string `mapstructure:"generation-config"`
 	OverrideGenerationConfig string `mapstructure:"override-generation-config"`
+	ToolCallParser           string `mapstructure:"tool-call-parser"`
+	EnableAutoToolChoice     bool   `mapstructure:"enable-auto-tool-choice"`
+	ReasoningParser          string `mapstructure:"reasoning-parser"`
 	APIKey                   string `mapstructure:"api-key"`
 	AllowedOrigins           string `mapstructure:"allowed-origins"`
 	AllowedMethods           string `mapstructure:"allowed-methods"`

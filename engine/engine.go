@@ -658,7 +658,9 @@ func (e *Engine) takeIn() {
 			}
 			q.blocks.identify(keys)
 			if e.o.Tokenizer != nil {
-				q.text = newDetokenizer(e.o.Tokenizer.NewStream(true), s.req.Params.Stop, s.req.Params.IncludeStop)
+				text := e.o.Tokenizer.NewStream(!s.req.Params.SpecialTokens)
+				text.Keep(s.req.Params.KeepIDs)
+				q.text = newDetokenizer(text, s.req.Params.Stop, s.req.Params.IncludeStop)
 			}
 			q.adjust = s.adjust.sample()
 			e.seqs[e.next] = q

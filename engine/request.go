@@ -85,6 +85,10 @@ type Params struct {
 	// StopIDs end a sample, in addition to the model's, which IgnoreEOS turns off.
 	StopIDs   []int32
 	IgnoreEOS bool
+	// SpecialTokens keeps special tokens in the text, but for the stop id that ends it; else it has only
+	// those of KeepIDs.
+	SpecialTokens bool
+	KeepIDs       []int32
 	// LogProbs adds the log-probability of each sampled token, and those of the
 	// TopLogProbs likeliest tokens, at most MaxTopLogProbs.
 	LogProbs    bool

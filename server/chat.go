@@ -7,17 +7,23 @@ import (
 	"fmt"
 	"net/http"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/models/chat"
+	"github.com/moeserve/moeserve/models/chat/output"
 	"github.com/moeserve/moeserve/models/tokenizer"
 )
 
 type chatRequest struct {
 	common
 	prompt []int32
+	// conversation that the prompt is of.
+	conversation *conversation
+	// firstCall leaves out all calls but the first, withoutReasoning what the model thinks.
+	firstCall, withoutReasoning bool
 }
 
 // conversation is the input of the chat template.
@@ -26,6 +32,13 @@ type conversation struct {
 	options  chat.Options
 	// special adds the tokenizer's special tokens around what the template wrote.
 	special bool
+	// tools that the model may call, by name, and how the request chooses between them.
+	tools  map[string]output.Tool
+	choice toolChoice
+	// begun is the text of a call at the end of the prompt, and thinking where it leaves the model
+	// with its reasoning: render sets them.
+	begun    string
+	thinking output.Thinking
 }
 
 // parseChat reads the body of /v1/chat/completions.
@@ -36,8 +49,13 @@ func (m *Model) parseChat(ctx context.Context, o *object) (*chatRequest, error) 
 	if o.integer("top_logprobs", &r.params.TopLogProbs) && r.params.TopLogProbs != 0 && !r.params.LogProbs {
 		o.fail("top_logprobs", "invalid_value", "Invalid value for 'top_logprobs': it needs 'logprobs' to be true.")
 	}
+	parallel, reasoning := true, true
+	o.flag("parallel_tool_calls", &parallel)
+	o.flag("include_reasoning", &reasoning)
+	r.firstCall, r.withoutReasoning = !parallel, !reasoning
 	o.settle(inChat)
 	c := parseConversation(o)
+	r.conversation = c
 	if err := o.end(); err != nil {
 		return nil, err
 	}
@@ -45,8 +63,11 @@ func (m *Model) parseChat(ctx context.Context, o *object) (*chatRequest, error) 
 		return nil, err
 	}
 	var err error
-	r.prompt, err = m.render(ctx, c, m.MaxModelLen)
-	return r, err
+	if r.prompt, err = m.render(ctx, c, m.MaxModelLen); err != nil {
+		return nil, err
+	}
+	r.params.KeepIDs = m.markers(c)
+	return r, nil
 }
 
 // parseConversation parses the members that the chat template uses.
@@ -61,6 +82,10 @@ func parseConversation(o *object) *conversation {
 		if c.options.Extra.Get("reasoning_effort") == nil {
 			c.options.Extra.Set("reasoning_effort", jsonString(effort))
 		}
+	}
+	var thinks bool
+	if o.flag("enable_thinking", &thinks) && c.options.Extra.Get(enableThinking) == nil {
+		c.options.Extra.Set(enableThinking, json.RawMessage(strconv.FormatBool(thinks)))
 	}
 	parseTools(o, c)
 	if raw := o.members["messages"]; o.err == nil {
@@ -116,42 +141,6 @@ func parseTemplateVariables(o *object, c *conversation) {
 		}
 		return o.err == nil
 	})
-}
-
-// parseTools parses the tools that the template describes to the model. Tool calls of the
-// model are returned as text.
-func parseTools(o *object, c *conversation) {
-	raw, choice := json.RawMessage(nil), "auto"
-	if tools, ok := o.pop("tools"); ok {
-		if kindOf(tools) != "an array" {
-			o.wrongType("tools", "an array of objects", tools)
-			return
-		}
-		if _, values := extent(tools); values > maxToolValues {
-			o.tooMany("tools", maxToolValues, "JSON values")
-			return
-		}
-		number := 0
-		eachItem(tools, func(tool json.RawMessage) bool {
-			if number++; kindOf(tool) != "an object" {
-				o.wrongType("tools", "an array of objects", tools)
-			} else if number > maxTools {
-				o.tooMany("tools", maxTools, "tools")
-			}
-			return o.err == nil
-		})
-		if number > 0 {
-			raw = tools
-		}
-	}
-	if picked, ok := o.pop("tool_choice"); ok {
-		if json.Unmarshal(picked, &choice) != nil || choice != "none" && choice != "auto" {
-			o.unsupported("tool_choice", `it must be "none" or "auto", as nothing makes the model call a tool`)
-		}
-	}
-	if choice == "auto" {
-		c.options.Tools = raw
-	}
 }
 
 // parseMessage parses one message.
@@ -316,6 +305,9 @@ func (m *Model) render(ctx context.Context, c *conversation, limit int) ([]int32
 	if ctx.Err() != nil {
 		return nil, asError(ctx, ctx.Err(), "messages")
 	}
+	if err := m.checkChoice(c); err != nil {
+		return nil, err
+	}
 	prompt, err := m.Template.Render(ctx, c.messages, c.options)
 	if err == nil && c.options.Tools != nil {
 		without := c.options
@@ -335,6 +327,7 @@ func (m *Model) render(ctx context.Context, c *conversation, limit int) ([]int32
 	if err != nil {
 		return nil, badRequest("messages", "invalid_value", "The model's chat template cannot render the messages: %v", err)
 	}
+	m.beginOutput(c, &prompt)
 	o := tokenizer.EncodeOptions{AddSpecial: c.special, Limit: limit}
 	if !m.SpecialTokensInChat {
 		o.Plain = prompt.Client
@@ -369,155 +362,8 @@ func (s *Server) chat(w *response, r *http.Request) error {
 		return err
 	}
 	req.sent.PromptTokens = len(req.prompt)
-	a := &chatResponse{req: req, text: m.texts(), head: completionHead{
+	a := &chatResponse{req: req, model: m, text: m.texts(), head: completionHead{
 		ID: "chatcmpl-" + w.id, Object: "chat.completion", Created: time.Now().Unix(), Model: m.called(req.model),
-	}}
+	}, streamed: make([]*output.Parser, req.params.N)}
 	return s.generate(w, r, m, &req.common, []engine.Request{{ID: w.id, Prompt: req.prompt, Encoded: true, CacheSalt: req.cacheSalt, Priority: req.priority, Params: req.params}}, a)
 }
-
-// chatCompletion is a whole response of /v1/chat/completions.
-type chatCompletion struct {
-	completionHead
-	Choices        []chatChoice `json:"choices"`
-	Usage          *usage       `json:"usage"`
-	PromptTokenIDs []int32      `json:"prompt_token_ids,omitempty"`
-}
-
-type chatChoice struct {
-	Index        int           `json:"index"`
-	Message      chatMessage   `json:"message"`
-	LogProbs     *chatLogProbs `json:"logprobs"`
-	FinishReason *string       `json:"finish_reason"`
-	TokenIDs     []int32       `json:"token_ids,omitempty"`
-}
-
-type chatMessage struct {
-	Role    string  `json:"role"`
-	Content string  `json:"content"`
-	Refusal *string `json:"refusal"`
-}
-
-// chatChunk is a chunk of a streamed response.
-type chatChunk struct {
-	completionHead
-	Choices []chatChunkChoice `json:"choices"`
-	// Usage is a *usage, which may be null, or omitted.
-	Usage          any     `json:"usage,omitempty"`
-	PromptTokenIDs []int32 `json:"prompt_token_ids,omitempty"`
-}
-
-type chatChunkChoice struct {
-	Index        int           `json:"index"`
-	Delta        chatDelta     `json:"delta"`
-	LogProbs     *chatLogProbs `json:"logprobs"`
-	FinishReason *string       `json:"finish_reason"`
-	TokenIDs     []int32       `json:"token_ids,omitempty"`
-}
-
-type chatDelta struct {
-	Role    string  `json:"role,omitempty"`
-	Content *string `json:"content,omitempty"`
-}
-
-type chatLogProbs struct {
-	Content []chatLogProb `json:"content"`
-	Refusal []chatLogProb `json:"refusal"`
-}
-
-type chatLogProb struct {
-	Token   string  `json:"token"`
-	LogProb float64 `json:"logprob"`
-	// Bytes of the token's text, as numbers; null where it has none.
-	Bytes []int         `json:"bytes"`
-	Top   []chatLogProb `json:"top_logprobs,omitzero"`
-}
-
-// chatResponse writes responses of /v1/chat/completions.
-type chatResponse struct {
-	req  *chatRequest
-	head completionHead
-	text *tokenTexts
-}
-
-func (a *chatResponse) logProbs(tokens []engine.Token) *chatLogProbs {
-	if !a.req.params.LogProbs {
-		return nil
-	}
-	one := func(id int32, lp float32) chatLogProb {
-		text, _ := a.text.shown(id)
-		return chatLogProb{Token: text, LogProb: logProb(lp), Bytes: a.text.bytes(id)}
-	}
-	l := &chatLogProbs{Content: []chatLogProb{}}
-	for _, t := range tokens {
-		p := one(t.ID, t.LogProb)
-		p.Top = []chatLogProb{}
-		for _, other := range t.Top {
-			p.Top = append(p.Top, one(other.ID, other.LogProb))
-		}
-		l.Content = append(l.Content, p)
-	}
-	return l
-}
-
-func (a *chatResponse) ids(tokens []engine.Token) []int32 {
-	if !a.req.tokenIDs {
-		return nil
-	}
-	return tokenIDs(tokens)
-}
-
-func (a *chatResponse) promptIDs() []int32 {
-	if !a.req.tokenIDs {
-		return nil
-	}
-	return a.req.prompt
-}
-
-func (a *chatResponse) whole(choices []engine.Update, u *usage) any {
-	c := chatCompletion{completionHead: a.head, Usage: u, PromptTokenIDs: a.promptIDs(), Choices: make([]chatChoice, len(choices))}
-	for i, u := range choices {
-		c.Choices[i] = chatChoice{
-			Index: i, Message: chatMessage{Role: "assistant", Content: u.Text}, LogProbs: a.logProbs(u.Tokens),
-			FinishReason: finishReason(u.Finish), TokenIDs: a.ids(u.Tokens),
-		}
-	}
-	return c
-}
-
-// chunks are the assistant's role in the first, one for each token, whose text may come with a
-// later one, and the reason in the last.
-func (a *chatResponse) chunks(index int, first bool, u *engine.Update) []any {
-	var all []any
-	add := func(tokens int, c chatChunkChoice) *chatChunk {
-		c.Index = index
-		chunk := &chatChunk{completionHead: a.head, Choices: []chatChunkChoice{c}, Usage: a.req.chunkUsage(tokens)}
-		chunk.Object = "chat.completion.chunk"
-		all = append(all, chunk)
-		return chunk
-	}
-	if first {
-		chunk := add(0, chatChunkChoice{Delta: chatDelta{Role: "assistant", Content: new(string)}})
-		if index == 0 {
-			chunk.PromptTokenIDs = a.promptIDs()
-		}
-	}
-	c, tokens := chatChunkChoice{LogProbs: a.logProbs(u.Tokens), TokenIDs: a.ids(u.Tokens)}, len(u.Tokens)
-	if u.Text != "" || u.Finish == "" {
-		c.Delta.Content = &u.Text
-		add(tokens, c)
-		c, tokens = chatChunkChoice{}, 0
-	}
-	if u.Finish != "" {
-		c.FinishReason = finishReason(u.Finish)
-		add(tokens, c)
-	}
-	return all
-}
-
-func (a *chatResponse) last(u *usage) any {
-	c := chatChunk{completionHead: a.head, Choices: []chatChunkChoice{}, Usage: u}
-	c.Object = "chat.completion.chunk"
-	return c
-}
-
-func (a *chatResponse) promptParam() string { return "messages" }

@@ -37,6 +37,7 @@ func testBadBodies(t *testing.T) {
 		completions = "/v1/completions"
 		chats       = "/v1/chat/completions"
 		hi          = `"messages": [{"role": "user", "content": "1+2="}]`
+		tool        = `, "tools": [{"type": "function", "function": {"name": "f"}}]`
 	)
 	for _, c := range []struct{ path, body, param, code, message string }{
 		{completions, ``, "", "", "The body is empty"},
@@ -115,7 +116,7 @@ func testBadBodies(t *testing.T) {
 		{completions, `{"prompt": "x", "stream": true, "stream_options": 1}`, "stream_options", "invalid_type", "must be a JSON object"},
 		{completions, `{"prompt": "x", "response_format": {"type": "json_object"}}`, "response_format", "unsupported_parameter", "only"},
 		{completions, `{"prompt": "x", "use_beam_search": true}`, "use_beam_search", "unsupported_parameter", "sampling only"},
-		{completions, `{"prompt": "x", "skip_special_tokens": false}`, "skip_special_tokens", "unsupported_parameter", "return_token_ids"},
+		{completions, `{"prompt": "x", "skip_special_tokens": "no"}`, "skip_special_tokens", "invalid_type", "true or false"},
 		{completions, `{"prompt": "x", "prompt_logprobs": 1}`, "prompt_logprobs", "unsupported_parameter", "not supported"},
 		{completions, `{"prompt": "x", "` + strings.Repeat("é", 300) + `": 1}`, strings.Repeat("é", 50) + "…", "unknown_parameter", "…"},
 
@@ -145,7 +146,16 @@ func testBadBodies(t *testing.T) {
 		{chats, `{` + hi + `, "logprobs": 1}`, "logprobs", "invalid_type", "true or false"},
 		{chats, `{` + hi + `, "tools": [{"type": "function"}]}`, "tools", "unsupported_parameter", "has no place for them"},
 		{chats, `{` + hi + `, "tools": 1}`, "tools", "invalid_type", "an array of objects"},
-		{chats, `{` + hi + `, "tool_choice": "required"}`, "tool_choice", "unsupported_parameter", `"none" or "auto"`},
+		{chats, `{` + hi + `, "tool_choice": "required"}`, "tool_choice", "invalid_value", "'tools' has no function"},
+		{chats, `{` + hi + tool + `, "tool_choice": "required"}`, "tool_choice", "unsupported_parameter", "--tool-call-parser"},
+		{chats, `{` + hi + tool + `, "tool_choice": "any"}`, "tool_choice", "invalid_value", `"required" or`},
+		{chats, `{` + hi + tool + `, "tool_choice": 1}`, "tool_choice", "invalid_type", "a string or an object"},
+		{chats, `{` + hi + tool + `, "tool_choice": {"type": "function"}}`, "tool_choice.function", "missing_required_parameter", "tool_choice.function"},
+		{chats, `{` + hi + tool + `, "tool_choice": {"type": "function", "function": {}}}`, "tool_choice.function.name", "missing_required_parameter", "function.name"},
+		{chats, `{` + hi + tool + `, "tool_choice": {"type": "allowed_tools"}}`, "tool_choice.type", "invalid_value", `"function"`},
+		{chats, `{` + hi + tool + `, "tool_choice": {"type": "function", "function": {"name": "g"}}}`, "tool_choice", "invalid_value", `no tool "g"`},
+		{chats, `{` + hi + `, "parallel_tool_calls": 1}`, "parallel_tool_calls", "invalid_type", "true or false"},
+		{chats, `{` + hi + `, "enable_thinking": 1}`, "enable_thinking", "invalid_type", "true or false"},
 		{chats, `{` + hi + `, "functions": [{}]}`, "functions", "unsupported_parameter", "give tools"},
 		{chats, `{` + hi + `, "modalities": ["audio"]}`, "modalities", "unsupported_parameter", "completions are text"},
 		{chats, `{` + hi + `, "chat_template": "x"}`, "chat_template", "unsupported_parameter", "own template"},

@@ -74,6 +74,9 @@ func parseCommon(o *object, m *Model) common {
 	o.ids("stop_token_ids", &p.StopIDs, m.vocab())
 	o.flag("include_stop_str_in_output", &p.IncludeStop)
 	o.flag("ignore_eos", &p.IgnoreEOS)
+	skip := true
+	o.flag("skip_special_tokens", &skip)
+	p.SpecialTokens = !skip
 	o.flag("return_token_ids", &c.tokenIDs)
 	o.flag("stream", &c.stream)
 	parseStreamOptions(o, &c)

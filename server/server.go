@@ -26,6 +26,7 @@ import (
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/metrics"
 	"github.com/moeserve/moeserve/models/chat"
+	"github.com/moeserve/moeserve/models/chat/output"
 	"github.com/moeserve/moeserve/models/tokenizer"
 )
 
@@ -58,6 +59,12 @@ type Model struct {
 	MaxModelLen int
 	// Vocab is the number of token ids, which bounds lists of them. 0: not known.
 	Vocab int
+	// Calls is how it writes tool calls; nil: calls are text, and none can be required. With
+	// AutoCallsAreText so are those that a request does not require.
+	Calls            *output.Format
+	AutoCallsAreText bool
+	// Reasoning is how it marks its reasoning; nil: that is a part of the content.
+	Reasoning *output.ReasoningFormat
 	// SpecialTokensInChat reads special tokens in messages as such; else they are plain text.
 	SpecialTokensInChat bool
 	// Defaults of parameters that a request does not give. OpenAI's temperature is 1.

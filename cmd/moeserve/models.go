@@ -178,7 +178,7 @@ func (e inTurns) Submit(ctx context.Context, r engine.Request) (*engine.Job, err
 func models(all []*served, runner *turns.Runner) []*server.Model {
 	var of []*server.Model
 	for _, m := range all {
-		x := model(m.names, m.defaults, m.node)
+		x := model(m.names, m.defaults, &m.set.Serve, m.node)
 		x.Metrics = m.metrics
 		if runner != nil {
 			x.Engine, x.Sleeper = inTurns{x.Engine, runner}, nil

@@ -18,6 +18,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/harvest/reclaim"
+	"github.com/moeserve/moeserve/models/chat/output"
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/node/checkpoint"
 	"github.com/moeserve/moeserve/node/observe"
@@ -265,7 +266,7 @@ func (s sleeper) Wake(ctx context.Context, tags []string) error {
 func (s sleeper) Level() int { return int(s.n.Sleeping().Level) }
 
 // model is what the server is to know of a node.
-func model(names []string, defaults *sampling, n *node.Node) *server.Model {
+func model(names []string, defaults *sampling, s *configs.Serve, n *node.Node) *server.Model {
 	m := &server.Model{
 		Names: names, Engine: n.Engine(), Tokenizer: n.Text().Tokenizer, MaxModelLen: n.Info().Limits.MaxModelLen,
 		Vocab: n.Info().Config.Vocab, SpecialTokensInChat: n.Text().SpecialTokensInChat,
@@ -280,6 +281,20 @@ func model(names []string, defaults *sampling, n *node.Node) *server.Model {
 	}
 	if t := n.Text().Template; t != nil {
 		m.Template = t
+		m.Calls, m.Reasoning = parsers(s, t.Mentions)
+		m.AutoCallsAreText = !s.EnableAutoToolChoice
 	}
 	return m
+}
+
+// parsers are the formats of a model's tool calls and of its reasoning, nil: none, whose chat template
+// mentions what mentions says.
+func parsers(s *configs.Serve, mentions func(string) bool) (calls *output.Format, reasoning *output.ReasoningFormat) {
+	if calls = output.Find(s.ToolCallParser); s.ToolCallParser == configs.AutoParser {
+		calls = output.Detect(mentions)
+	}
+	if reasoning = output.FindReasoning(s.ReasoningParser); s.ReasoningParser == configs.AutoParser {
+		reasoning = output.DetectReasoning(mentions)
+	}
+	return calls, reasoning
 }

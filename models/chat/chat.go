@@ -136,6 +136,7 @@ func Load(files fs.FS, name string) (*Template, error) {
 // program is a compiled template, and what it expects of messages.
 type program struct {
 	template         *jinja.Template
+	source           string
 	parts, developer bool
 }
 
@@ -149,7 +150,7 @@ func newTemplate(sources, tokens map[string]string) (*Template, error) {
 		if err != nil {
 			return nil, fmt.Errorf("chat template %s does not parse: %s", untrusted.Quote(name), untrusted.Line(err.Error()))
 		}
-		t.named[name] = &program{template: p, parts: p.WalksParts(), developer: p.Mentions("developer")}
+		t.named[name] = &program{template: p, source: text, parts: p.WalksParts(), developer: p.Mentions("developer")}
 	}
 	return t, nil
 }
@@ -162,6 +163,16 @@ func (t *Template) Names() []string {
 	}
 	slices.Sort(names)
 	return names
+}
+
+// Mentions reports whether the source of a template contains text, such as the tag of tool calls.
+func (t *Template) Mentions(text string) bool {
+	for _, p := range t.named {
+		if strings.Contains(p.source, text) {
+			return true
+		}
+	}
+	return false
 }
 
 // Render returns the prompt text of messages. The error wraps a RaisedError if the template rejects the messages,

@@ -53,6 +53,7 @@ type Stream struct {
 	t           *Pipeline
 	state       streamState
 	skipSpecial bool
+	keep        []int32
 }
 
 // NewStream implements Tokenizer.
@@ -60,9 +61,12 @@ func (t *Pipeline) NewStream(skipSpecial bool) *Stream {
 	return &Stream{t: t, state: t.decoder.start(), skipSpecial: skipSpecial}
 }
 
+// Keep has a stream that skips special tokens not skip those with these ids. The stream keeps the slice.
+func (s *Stream) Keep(ids []int32) { s.keep = ids }
+
 // Push adds an id and returns the text that is now final, which is often empty.
 func (s *Stream) Push(id int32) string {
-	if !s.t.has(id) || s.skipSpecial && s.t.special[id] {
+	if !s.t.has(id) || s.skipSpecial && s.t.special[id] && !slices.Contains(s.keep, id) {
 		return ""
 	}
 	d, st := &s.t.decoder, &s.state
