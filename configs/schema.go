@@ -331,15 +331,15 @@ var Schema = []Key{
 		Help: `default sampling parameters in place of those, as {"temperature": 0.6, "top_k": 20}`,
 	},
 	{
-		Name: "tool-call-parser", Kind: String, Default: AutoParser, Allowed: toolCallParsers, Commands: onServe,
-		Help: "how the model writes tool calls; auto: as its chat template does, none: calls stay text",
+		Name: "tool-call-parser", Kind: String, Default: AutoParser, Allowed: toolCallParsers, Placeholder: "auto|none|NAME", Commands: onServe,
+		Help: "how the model writes tool calls, by vLLM's name; auto: as its chat template does, none: calls stay text",
 	},
 	{
 		Name: "enable-auto-tool-choice", Kind: Bool, Default: true, Rare: true, Commands: onServe,
 		Help: "find tool calls also where a request leaves the choice to the model (tool_choice auto)",
 	},
 	{
-		Name: "reasoning-parser", Kind: String, Default: AutoParser, Allowed: reasoningParsers, Commands: onServe,
+		Name: "reasoning-parser", Kind: String, Default: AutoParser, Allowed: reasoningParsers, Placeholder: "auto|none|NAME", Commands: onServe,
 		Help: "how the model marks its reasoning, which responses have apart from the content; auto: as its chat template does, none: it is content",
 	},
 	{

@@ -29,7 +29,9 @@ func parseTools(o *object, c *conversation) {
 	if tools, ok := o.pop("tools"); ok {
 		raw = parseToolList(o, c, tools)
 	}
-	parseToolChoice(o, c)
+	if choice, ok := o.pop("tool_choice"); ok {
+		parseToolChoice(o, c, choice)
+	}
 	if !c.choice.none {
 		c.options.Tools = raw
 	}
@@ -94,12 +96,8 @@ func parseTool(raw json.RawMessage) (name string, t output.Tool) {
 }
 
 // parseToolChoice parses tool_choice: a word, or the name of a function.
-func parseToolChoice(o *object, c *conversation) {
+func parseToolChoice(o *object, c *conversation, raw json.RawMessage) {
 	const member = "tool_choice"
-	raw, ok := o.pop("tool_choice")
-	if !ok {
-		return
-	}
 	switch kindOf(raw) {
 	case "a string":
 		switch unquote(raw) {

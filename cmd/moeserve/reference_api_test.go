@@ -38,9 +38,11 @@ var apiParameters = []apiParameter{
 	{onChats, "max_completion_tokens", `1`, "maximum tokens to generate; goes before `max_tokens`"},
 	{onChats, "logprobs", `true`, "log-probabilities of the sampled tokens"},
 	{onChats, "top_logprobs", `2`, "log-probabilities of this many others; needs `logprobs`"},
-	{onChats, "tools", "", "go through the chat template; the model's calls are returned as text"},
-	{onChats, "tool_choice", `"auto"`, "`none` or `auto`"},
-	{onChats, "tool_choice", `"required"`, ""},
+	{onChats, "tools", "", "go through the chat template; the model's calls are returned as `tool_calls` ([guide](../guide/serving.md#tool-calls))"},
+	{onChats, "tool_choice", `"auto"`, "`none`, `auto`, `required` or a function by name; the last two begin the call, and the model goes on with it ([what that guarantees](../guide/serving.md#tool-calls))"},
+	{onChats, "parallel_tool_calls", `false`, "false: only the first call is returned"},
+	{onChats, "include_reasoning", `false`, "false: reasoning is not returned (vLLM)"},
+	{onChats, "enable_thinking", `false`, "the variable of the chat template that turns reasoning off, also as a member of `chat_template_kwargs`, as with vLLM"},
 	{onChats, "add_generation_prompt", `true`, "end the prompt where the assistant's turn begins (vLLM)"},
 	{onChats, "chat_template_kwargs", `{}`, "variables of the chat template (vLLM)"},
 	{onChats, "reasoning_effort", `"low"`, "a variable of the chat template, as with vLLM; templates without it do not change"},
@@ -65,6 +67,7 @@ var apiParameters = []apiParameter{
 	{onBoth, "stop_token_ids", `[3]`, "end at one of these tokens (vLLM)"},
 	{onBoth, "include_stop_str_in_output", `true`, "keep the stop string in the text (vLLM)"},
 	{onBoth, "ignore_eos", `true`, "keep generating after EOS (vLLM)"},
+	{onBoth, "skip_special_tokens", `false`, "false: special tokens are a part of the text (vLLM)"},
 	{onBoth, "return_token_ids", `true`, "ids of prompt and completion (vLLM)"},
 	{onBoth, "add_special_tokens", `true`, "special tokens around the prompt (vLLM)"},
 	{onBoth, "stream", `false`, "server-sent events, a chunk for each token"},
@@ -228,7 +231,7 @@ func serverNames(t *testing.T) (known, paths []string) {
 		}
 		return true
 	}
-	for _, name := range []string{"params.go", "completions.go", "chat.go", "server.go", "admin.go"} {
+	for _, name := range []string{"params.go", "completions.go", "chat.go", "tools.go", "server.go", "admin.go"} {
 		f, err := parser.ParseFile(token.NewFileSet(), filepath.Join("..", "..", "server", name), nil, 0)
 		if err != nil {
 			t.Fatal(err)
