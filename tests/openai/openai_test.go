@@ -26,10 +26,11 @@ const (
 	ball    = "Ann gave the red ball to Ben. Who has the ball?"
 	ballIs  = "Ben has the red ball."
 	builtIn = "built-in"
+	tools   = "with-tools"
 )
 
-// address of the server that all tests talk to.
-var address string
+// address of the server that all tests talk to, and toolAddress of one whose model's template has tools.
+var address, toolAddress string
 
 func TestMain(m *testing.M) {
 	code, err := serveAndRun(m)
@@ -53,28 +54,64 @@ func serveAndRun(m *testing.M) (code int, err error) {
 	if out, err := build.CombinedOutput(); err != nil {
 		return 1, fmt.Errorf("build moeserve: %w\n%s", err, out)
 	}
-	serve := exec.Command(binary, "serve", "--port", "0", "--offload-fraction", "0.5")
-	serve.Dir = dir
-	serve.Env = append(os.Environ(), "MOESERVE_API_KEY="+key)
-	stderr, err := serve.StderrPipe()
-	if err != nil {
+	model := filepath.Join(dir, tools)
+	if err := toolModel(model); err != nil {
 		return 1, err
 	}
-	if err := serve.Start(); err != nil {
-		return 1, err
+	for _, s := range []struct {
+		address *string
+		args    []string
+	}{{&address, []string{"--offload-fraction", "0.5"}}, {&toolAddress, []string{"--model", model}}} {
+		at, stop, err := serve(binary, s.args...)
+		if err != nil {
+			return 1, err
+		}
+		*s.address = at
+		defer func() {
+			if err2 := stop(); err2 != nil {
+				code, err = 1, errors.Join(err, err2)
+			}
+		}()
+	}
+	return m.Run(), nil
+}
+
+// toolModel makes a model's directory: random weights, and a chat template with tools.
+func toolModel(dir string) error {
+	if err := os.CopyFS(dir, os.DirFS(filepath.Join("..", "..", "testdata", "fixtures", "qwen3_moe"))); err != nil {
+		return err
+	}
+	template, err := os.ReadFile(filepath.Join("testdata", "tools.jinja"))
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(filepath.Join(dir, "chat_template.jinja"), template, 0o600)
+}
+
+// serve starts a server on a free port. stop ends it in order.
+func serve(binary string, args ...string) (at string, stop func() error, err error) {
+	p := exec.Command(binary, append([]string{"serve", "--port", "0"}, args...)...)
+	p.Dir = filepath.Dir(binary)
+	p.Env = append(os.Environ(), "MOESERVE_API_KEY="+key)
+	stderr, err := p.StderrPipe()
+	if err != nil {
+		return "", nil, err
+	}
+	if err := p.Start(); err != nil {
+		return "", nil, err
 	}
 	lines := bufio.NewScanner(stderr)
 	serving := regexp.MustCompile(`msg=serving .*address=(http://\S+)`)
-	late := time.AfterFunc(time.Minute, func() { _ = serve.Process.Kill() }) // ends the loop
-	for address == "" && lines.Scan() {
+	late := time.AfterFunc(time.Minute, func() { _ = p.Process.Kill() }) // ends the loop
+	for at == "" && lines.Scan() {
 		if found := serving.FindStringSubmatch(lines.Text()); found != nil {
-			address = found[1]
+			at = found[1]
 		} else {
 			fmt.Fprintln(os.Stderr, lines.Text())
 		}
 	}
-	if address == "" {
-		return 1, fmt.Errorf("moeserve did not serve: %w", serve.Wait())
+	if at == "" {
+		return "", nil, fmt.Errorf("moeserve did not serve: %w", p.Wait())
 	}
 	late.Stop()
 	read := make(chan struct{})
@@ -84,12 +121,13 @@ func serveAndRun(m *testing.M) (code int, err error) {
 			fmt.Fprintln(os.Stderr, lines.Text())
 		}
 	}()
-	code = m.Run()
-	if err := serve.Process.Signal(syscall.SIGTERM); err != nil {
-		return 1, err
-	}
-	<-read
-	return code, serve.Wait()
+	return at, func() error {
+		if err := p.Process.Signal(syscall.SIGTERM); err != nil {
+			return err
+		}
+		<-read
+		return p.Wait()
+	}, nil
 }
 
 func client(more ...option.RequestOption) openai.Client {
@@ -186,6 +224,69 @@ func TestChatStream(t *testing.T) {
 	}
 	if sum.Usage.PromptTokens != 15 || sum.Usage.CompletionTokens == 0 || sum.Usage.TotalTokens != sum.Usage.PromptTokens+sum.Usage.CompletionTokens {
 		t.Errorf("%+v", sum.Usage)
+	}
+}
+
+// A call that the request names begins in the prompt, and the model's next two tokens, which biases
+// choose, are its arguments. Call and result go back as they came.
+func TestTools(t *testing.T) {
+	c := client(option.WithBaseURL(toolAddress + "/v1"))
+	var braces struct{ Tokens []int64 }
+	err := c.Post(t.Context(), "tokenize", map[string]any{"prompt": "{}", "add_special_tokens": false}, &braces, option.WithBaseURL(toolAddress))
+	if err != nil || len(braces.Tokens) != 2 {
+		t.Fatalf("%+v, %v", braces, err)
+	}
+	p := chat("Hi")
+	p.Model = tools
+	p.Tools = []openai.ChatCompletionToolUnionParam{openai.ChatCompletionFunctionTool(openai.FunctionDefinitionParam{Name: "weather"})}
+	p.ToolChoice = openai.ToolChoiceOptionFunctionToolChoice(openai.ChatCompletionNamedToolChoiceFunctionParam{Name: "weather"})
+	p.LogitBias = map[string]int64{fmt.Sprint(braces.Tokens[0]): 100, fmt.Sprint(braces.Tokens[1]): 99}
+	p.PresencePenalty = param.NewOpt(2.0)
+	p.Stop = openai.ChatCompletionNewParamsStopUnion{OfString: param.NewOpt("}")}
+	ends := option.WithJSONSet("include_stop_str_in_output", true)
+	check := func(what string, choices []openai.ChatCompletionChoice) {
+		t.Helper()
+		if len(choices) != 1 || len(choices[0].Message.ToolCalls) != 1 {
+			t.Fatalf("%s: %+v", what, choices)
+		}
+		m := choices[0].Message
+		call := m.ToolCalls[0]
+		if choices[0].FinishReason != "tool_calls" || m.Content != "" || call.Type != "function" || !strings.HasPrefix(call.ID, "call_") ||
+			call.Function.Name != "weather" || call.Function.Arguments != "{}" {
+			t.Errorf("%s: %s %+v", what, choices[0].FinishReason, m)
+		}
+	}
+	a, err := c.Chat.Completions.New(t.Context(), p, ends)
+	if err != nil {
+		t.Fatal(err)
+	}
+	check("whole", a.Choices)
+
+	stream := c.Chat.Completions.NewStreaming(t.Context(), p, ends)
+	var sum openai.ChatCompletionAccumulator
+	finished := 0
+	for stream.Next() {
+		if chunk := stream.Current(); !sum.AddChunk(chunk) {
+			t.Fatalf("a chunk that does not fit: %s", chunk.RawJSON())
+		}
+		if call, ok := sum.JustFinishedToolCall(); ok {
+			finished++
+			if call.Name != "weather" || call.Arguments != "{}" {
+				t.Errorf("%+v", call)
+			}
+		}
+	}
+	if err := stream.Err(); err != nil || finished != 1 {
+		t.Fatalf("%d calls finished, %v", finished, err)
+	}
+	check("streamed", sum.Choices)
+
+	call := a.Choices[0].Message.ToolCalls[0]
+	p = chat("Hi")
+	p.Model, p.MaxTokens = tools, param.NewOpt[int64](4)
+	p.Messages = append(p.Messages, a.Choices[0].Message.ToParam(), openai.ToolMessage("21", call.ID))
+	if a, err = c.Chat.Completions.New(t.Context(), p); err != nil || len(a.Choices[0].Message.ToolCalls) != 0 || a.Choices[0].Message.Content == "" {
+		t.Errorf("%+v, %v", a, err)
 	}
 }
 

@@ -5,6 +5,7 @@ Usage: python_check.py MOESERVE, the path of a built binary. Needs the package o
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -97,41 +98,86 @@ def checks(address):
           lambda: client.completions.create(model="built-in", prompt="1+2=" * 100))
     fails("an unknown argument", openai.BadRequestError, "frobnicate",
           lambda: chat.create(model="built-in", messages=user("x"), extra_body={"frobnicate": 1}))
-    fails("a parameter that is not done", openai.BadRequestError, "parallel_tool_calls",
-          lambda: chat.create(model="built-in", messages=user("x"), parallel_tool_calls=False))
+    fails("a parameter that is not done", openai.BadRequestError, "service_tier",
+          lambda: chat.create(model="built-in", messages=user("x"), service_tier="flex"))
     fails("another model", openai.NotFoundError, "model",
           lambda: chat.create(model="gpt-5", messages=user("x")))
     fails("a wrong key", openai.AuthenticationError, None,
           lambda: client.with_options(api_key="wrong").models.list())
 
 
+def tool_checks(address):
+    """A call that the request names begins in the prompt, and the model's next two tokens, which biases choose, are its arguments."""
+    client = openai.OpenAI(base_url=address + "/v1", api_key=KEY, max_retries=0, timeout=60)
+    braces = client.post(address + "/tokenize", cast_to=object, body={"prompt": "{}", "add_special_tokens": False})["tokens"]
+    check("tokens of braces", len(braces), 2)
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+    request = dict(
+        model="with-tools", messages=user("Hi"), tools=tools, tool_choice={"type": "function", "function": {"name": "weather"}},
+        temperature=0, presence_penalty=2, logit_bias={braces[0]: 100, braces[1]: 99}, stop="}",
+        extra_body={"include_stop_str_in_output": True},
+    )
+
+    def is_call(what, choice):
+        message = choice.message
+        check(what, (choice.finish_reason, message.content or None, len(message.tool_calls)), ("tool_calls", None, 1))
+        call = message.tool_calls[0]
+        check(what, (call.type, call.id[:5], call.function.name, call.function.arguments), ("function", "call_", "weather", "{}"))
+
+    a = client.chat.completions.create(**request)
+    is_call("a call", a.choices[0])
+    with client.chat.completions.stream(**request) as stream:
+        done = [e for e in stream if e.type == "tool_calls.function.arguments.done"]
+        streamed = stream.get_final_completion().choices[0]
+    is_call("a streamed call", streamed)
+    check("its end", [(e.name, e.arguments, e.index) for e in done], [("weather", "{}", 0)])
+
+    # A call and its result go back as they came.
+    for choice in (a.choices[0], streamed):
+        result = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "21"}
+        b = client.chat.completions.create(model="with-tools", messages=user("Hi") + [choice.message, result], tools=tools, max_tokens=4)
+        check("behind a result", b.choices[0].message.role, "assistant")
+    fails("a tool that is not there", openai.BadRequestError, "tool_choice",
+          lambda: client.chat.completions.create(**{**request, "tools": tools, "tool_choice": {"type": "function", "function": {"name": "x"}}}))
+
+
 def main():
     if len(sys.argv) != 2:
         raise SystemExit(__doc__)
+    here = os.path.dirname(os.path.abspath(__file__))
     with tempfile.TemporaryDirectory() as dir:
-        env = dict(os.environ, MOESERVE_API_KEY=KEY)
-        command = [os.path.abspath(sys.argv[1]), "serve", "--port", "0", "--offload-fraction", "0.5"]
-        with subprocess.Popen(command, cwd=dir, env=env, stderr=subprocess.PIPE, text=True) as serve:
-            address = None
-            late = threading.Timer(60, serve.kill)
-            late.start()
-            try:
-                for line in serve.stderr:
-                    found = re.search(r"msg=serving .*address=(http://\S+)", line)
-                    if found:
-                        address = found[1]
-                        break
-                    print(line, end="", file=sys.stderr)
-                if not address:
-                    raise SystemExit("python_check: moeserve did not serve")
-                late.cancel()
-                checks(address)
-            finally:
-                late.cancel()
-                serve.send_signal(signal.SIGTERM)
-                print(serve.stderr.read(), end="", file=sys.stderr)
-        check("moeserve's exit code", serve.returncode, 0)
+        model = os.path.join(dir, "with-tools")
+        shutil.copytree(os.path.join(here, "..", "..", "testdata", "fixtures", "qwen3_moe"), model)
+        shutil.copy(os.path.join(here, "testdata", "tools.jinja"), os.path.join(model, "chat_template.jinja"))
+        serve(dir, ["--offload-fraction", "0.5"], checks)
+        serve(dir, ["--model", model], tool_checks)
     print(f"python_check: moeserve answers openai {openai.__version__} as it should")
+
+
+def serve(dir, args, checks):
+    """Runs checks on a server with these arguments."""
+    env = dict(os.environ, MOESERVE_API_KEY=KEY)
+    command = [os.path.abspath(sys.argv[1]), "serve", "--port", "0", *args]
+    with subprocess.Popen(command, cwd=dir, env=env, stderr=subprocess.PIPE, text=True) as serve:
+        address = None
+        late = threading.Timer(60, serve.kill)
+        late.start()
+        try:
+            for line in serve.stderr:
+                found = re.search(r"msg=serving .*address=(http://\S+)", line)
+                if found:
+                    address = found[1]
+                    break
+                print(line, end="", file=sys.stderr)
+            if not address:
+                raise SystemExit("python_check: moeserve did not serve")
+            late.cancel()
+            checks(address)
+        finally:
+            late.cancel()
+            serve.send_signal(signal.SIGTERM)
+            print(serve.stderr.read(), end="", file=sys.stderr)
+    check("moeserve's exit code", serve.returncode, 0)
 
 
 main()
