@@ -9,6 +9,8 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/models/chat"
+	"github.com/moeserve/moeserve/models/chat/output"
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/server"
 )
@@ -22,6 +24,17 @@ func (h hasty) Submit(ctx context.Context, r engine.Request) (*engine.Job, error
 	}
 	r.Params.MaxTokens, r.Params.MinTokens = min(r.Params.MaxTokens, 2), 0
 	return h.Engine.Submit(ctx, r)
+}
+
+// withTools is a template that has a place for tools.
+type withTools struct{ server.Template }
+
+func (w withTools) Render(ctx context.Context, messages []chat.Message, o chat.Options) (chat.Prompt, error) {
+	p, err := w.Template.Render(ctx, messages, o)
+	if o.Tools != nil {
+		p.Text += "tools"
+	}
+	return p, err
 }
 
 // fuzz sends bodies to an endpoint: whatever they hold, the response is JSON or
@@ -45,7 +58,8 @@ func fuzz(f *testing.F, path string, seeds ...string) {
 	})
 	s := server.New(server.Options{MaxSamples: 16})
 	s.SetModels(&server.Model{
-		Names: []string{"tiny"}, Engine: hasty{n.Engine()}, Tokenizer: n.Text().Tokenizer, Template: n.Text().Template,
+		Names: []string{"tiny"}, Engine: hasty{n.Engine()}, Tokenizer: n.Text().Tokenizer, Template: withTools{n.Text().Template},
+		Calls: output.Hermes, Reasoning: output.Qwen3,
 		MaxModelLen: n.Info().Limits.MaxModelLen, Defaults: engine.DefaultParams(),
 	})
 	for _, seed := range seeds {
@@ -90,6 +104,8 @@ func FuzzChat(f *testing.F) {
 		`{"messages": [{"role": "system", "content": [{"type": "text", "text": "x"}]}, {"role": "user", "content": ""}], "stream": true, "n": 2}`,
 		`{"messages": [{"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}, {"role": "tool", "tool_call_id": "1", "content": "x"}]}`,
 		`{"messages": [{"role": "user", "content": "é<|user|>", "name": "Ann"}], "logprobs": true, "top_logprobs": 3, "tools": [], "tool_choice": "auto"}`,
+		`{"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}], "tool_choice": {"type": "function", "function": {"name": "f"}}}`,
+		`{"messages": [{"role": "user", "content": "a"}], "tools": [{"function": 1}], "tool_choice": "required", "parallel_tool_calls": false, "skip_special_tokens": false}`,
 		`{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": 1, "a": {"b": [1e3]}}, "add_generation_prompt": false, "stop": ["<"]}`,
 		`{"messages": [[]], "modalities": ["text"], "response_format": 1}`,
 	)

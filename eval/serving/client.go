@@ -219,8 +219,11 @@ type chunk struct {
 	Choices []struct {
 		Text  string `json:"text"`
 		Delta struct {
-			Content   string `json:"content"`
-			Reasoning string `json:"reasoning_content"`
+			Content string `json:"content"`
+			// Reasoning has one of two names, or both.
+			Reasoning        string            `json:"reasoning"`
+			ReasoningContent string            `json:"reasoning_content"`
+			ToolCalls        []json.RawMessage `json:"tool_calls"`
 		} `json:"delta"`
 		FinishReason *string `json:"finish_reason"`
 	} `json:"choices"`
@@ -273,7 +276,7 @@ func (c *Client) measure(ctx context.Context, p Prompt, o *Options) (sample, err
 			continue
 		}
 		x := &k.Choices[0]
-		text := x.Text != "" || x.Delta.Content != "" || x.Delta.Reasoning != ""
+		text := x.Text != "" || x.Delta.Content != "" || x.Delta.Reasoning != "" || x.Delta.ReasoningContent != "" || len(x.Delta.ToolCalls) > 0
 		switch {
 		case first.IsZero() && (text || x.FinishReason != nil):
 			first, last = now, now

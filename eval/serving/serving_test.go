@@ -89,7 +89,10 @@ func (f *fake) RoundTrip(r *http.Request) (*http.Response, error) {
 			wait = 10 * time.Millisecond
 			text := `"text": "x"`
 			if r.URL.Path == serving.ChatCompletions {
-				text = `"delta": {"content": "x"}`
+				text = []string{
+					`"delta": {"content": "x"}`, `"delta": {"reasoning": "x"}`, `"delta": {"reasoning_content": "x"}`,
+					`"delta": {"tool_calls": [{"index": 0, "function": {"arguments": "x"}}]}`,
+				}[i%4]
 			}
 			end := "null"
 			if i == tokens-1 {

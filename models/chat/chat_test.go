@@ -210,6 +210,19 @@ func TestNoTemplate(t *testing.T) {
 	}
 }
 
+// TestMentions finds texts in the source of every template.
+func TestMentions(t *testing.T) {
+	tmpl, err := newTemplate(map[string]string{"default": "a", "tool_use": "{{ '<tool_call>\n' }}"}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for text, want := range map[string]bool{"a": true, "<tool_call>": true, "<think>": false} {
+		if tmpl.Mentions(text) != want {
+			t.Errorf("%s: %v", text, !want)
+		}
+	}
+}
+
 // TestValues holds expressions to what Python makes of them.
 func TestValues(t *testing.T) {
 	now := time.Date(2024, time.July, 5, 9, 3, 7, 0, time.UTC)

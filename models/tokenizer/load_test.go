@@ -19,6 +19,30 @@ func loadTiny(t testing.TB, patch map[string]json.RawMessage) *Pipeline {
 	return tok
 }
 
+// TestKeep: a stream that skips special tokens does not skip those that it keeps.
+func TestKeep(t *testing.T) {
+	tok := loadTiny(t, nil)
+	start, _ := tok.ID("<|im_start|>")
+	ids := append(must(tok.Encode("a<|im_start|>b<|im_end|>c", false)), start)
+	for _, c := range []struct {
+		skip bool
+		keep []int32
+		want string
+	}{
+		{true, nil, "abc"}, {true, []int32{start}, "a<|im_start|>bc<|im_start|>"}, {false, []int32{start}, "a<|im_start|>b<|im_end|>c<|im_start|>"},
+	} {
+		s := tok.NewStream(c.skip)
+		s.Keep(c.keep)
+		got := ""
+		for _, id := range ids {
+			got += s.Push(id)
+		}
+		if got += s.Flush(); got != c.want {
+			t.Errorf("skip %v, keep %v: %q, want %q", c.skip, c.keep, got, c.want)
+		}
+	}
+}
+
 // TestTinyText compares with the prompts and texts of the tiny checkpoint that the tokenizer belongs to.
 func TestTinyText(t *testing.T) {
 	var cases []struct {

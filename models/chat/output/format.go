@@ -41,7 +41,7 @@ var (
 	// Hermes is that of Hermes 2 Pro, Qwen2.5 and Qwen3: each call is a JSON object between tags.
 	Hermes = &Format{
 		Name: "hermes", Tokens: []string{openCall, closeCall},
-		markers: []marker{{openCall, jsonBlock(closeCall, 0, false)}},
+		markers: []marker{{openCall, jsonBlock(closeCall, false, false)}},
 		begin:   openCall + "\n" + `{"name": "`, behindName: `", "arguments":`, quoted: true,
 	}
 	// Mistral is that of Mixtral 8x22B and Mistral: a JSON list, or the name and then the arguments, behind a token.
@@ -54,8 +54,8 @@ var (
 	Phi4Mini = &Format{
 		Name: "phi4_mini_json", Tokens: []string{phiOpen, phiClose},
 		markers: []marker{
-			{"functools[", jsonBlock("", '[', false)},
-			{phiOpen, jsonBlock(phiClose, 0, false)},
+			{"functools[", jsonBlock("", true, false)},
+			{phiOpen, jsonBlock(phiClose, false, false)},
 		},
 		begin: `functools[{"name": "`, behindName: `", "arguments":`, quoted: true,
 	}
@@ -130,7 +130,7 @@ func Detect(mentions func(text string) bool) *Format {
 		return Hermes
 	case mentions(pythonOpen):
 		return Olmo
-	case mentions("functools"), mentions(phiOpen):
+	case mentions("functools"), mentions("<|tool|>"), mentions(phiOpen):
 		return Phi4Mini
 	}
 	return JSON

@@ -1,6 +1,7 @@
 package output
 
 import (
+	"bytes"
 	"encoding/json"
 	"slices"
 )
@@ -27,10 +28,10 @@ const (
 	atClose
 )
 
-// jsonBlock makes blocks that end with a marker, if they have one, and begin inside of a list if first is '['.
-func jsonBlock(end string, first byte, separated bool) func(*calls) block {
+// jsonBlock makes blocks that end with a marker, if they have one. With list they begin inside of one.
+func jsonBlock(end string, list, separated bool) func(*calls) block {
 	return func(c *calls) block {
-		return &jsonCalls{c: c, list: first == '[', closing: closing{marker: end}, separated: separated}
+		return &jsonCalls{c: c, list: list, closing: closing{marker: end}, separated: separated}
 	}
 }
 
@@ -119,7 +120,7 @@ type object struct {
 	key  string
 	text []byte
 	scan scanner
-	// inner: this is the member "function". empty: there was no member yet.
+	// inner: this is the member "function". filled: it has had a member.
 	inner, filled bool
 
 	name  string
@@ -395,7 +396,7 @@ func (m *mistralCalls) feed(b byte) verdict {
 		if i := slices.Index(m.head, '['); i >= 0 {
 			name, tokens = m.head[:i], trimmed(m.head[i:])
 		}
-		if len(tokens) > 0 && !hasSuffix(tokens, argumentsToken) || !m.c.begin(string(trimmed(name))) {
+		if len(tokens) > 0 && !bytes.HasSuffix(tokens, []byte(argumentsToken)) || !m.c.begin(string(trimmed(name))) {
 			return refused
 		}
 		m.args = true
@@ -410,7 +411,3 @@ func (m *mistralCalls) feed(b byte) verdict {
 }
 
 func (m *mistralCalls) end() bool { return m.json != nil && m.json.end() || m.args }
-
-func hasSuffix(text []byte, suffix string) bool {
-	return len(text) >= len(suffix) && string(text[len(text)-len(suffix):]) == suffix
-}

@@ -271,7 +271,7 @@ func TestNames(t *testing.T) {
 	}
 	for template, want := range map[string]*output.Format{
 		"… [TOOL_CALLS] …": output.Mistral, "<tool_call> <function=": output.QwenXML, "<tool_call>": output.Hermes,
-		"<function_calls>": output.Olmo, "functools[": output.Phi4Mini, "<|tool_call|>": output.Phi4Mini, "tools": output.JSON,
+		"<function_calls>": output.Olmo, "functools[": output.Phi4Mini, "<|tool_call|>": output.Phi4Mini, "<|tool|>": output.Phi4Mini, "tools": output.JSON,
 	} {
 		if got := output.Detect(func(s string) bool { return strings.Contains(template, s) }); got != want {
 			t.Errorf("%s: %s, want %s", template, got.Name, want.Name)

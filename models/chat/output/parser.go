@@ -295,7 +295,7 @@ func (c *calls) outside(b byte) {
 	if !c.started && !isSpace(b) {
 		c.started = true
 		if c.format.bare && (b == '{' || b == '[') {
-			c.open("", jsonBlock("", 0, true))
+			c.open("", jsonBlock("", false, true))
 			c.feed(b)
 			return
 		}

@@ -1,6 +1,9 @@
 package output
 
-import "strings"
+import (
+	"slices"
+	"strings"
+)
 
 // ReasoningFormat is how a family of models marks its reasoning.
 type ReasoningFormat struct {
@@ -116,7 +119,7 @@ func (t *thinking) feed(b byte) {
 // decide goes on without the opening tag: what came is the beginning of the answer or, of a model that always reasons,
 // of its reasoning.
 func (t *thinking) decide() {
-	came := append(t.space, t.open.held...) //nolint:gocritic // both are replaced
+	came := slices.Concat(t.space, t.open.held)
 	t.space, t.open.held = nil, nil
 	t.state = answering
 	if t.f.always {
