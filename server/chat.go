@@ -52,10 +52,11 @@ func (m *Model) parseChat(ctx context.Context, o *object) (*chatRequest, error) 
 	parallel, reasoning := true, true
 	o.flag("parallel_tool_calls", &parallel)
 	o.flag("include_reasoning", &reasoning)
-	r.firstCall, r.withoutReasoning = !parallel, !reasoning
+	r.withoutReasoning = !reasoning
 	o.settle(inChat)
 	c := parseConversation(o)
 	r.conversation = c
+	r.firstCall = !parallel || c.choice.name != ""
 	if err := o.end(); err != nil {
 		return nil, err
 	}
@@ -305,9 +306,7 @@ func (m *Model) render(ctx context.Context, c *conversation, limit int) ([]int32
 	if ctx.Err() != nil {
 		return nil, asError(ctx, ctx.Err(), "messages")
 	}
-	if err := m.checkChoice(c); err != nil {
-		return nil, err
-	}
+	m.withoutReasoning(c)
 	prompt, err := m.Template.Render(ctx, c.messages, c.options)
 	if err == nil && c.options.Tools != nil {
 		without := c.options
@@ -327,7 +326,9 @@ func (m *Model) render(ctx context.Context, c *conversation, limit int) ([]int32
 	if err != nil {
 		return nil, badRequest("messages", "invalid_value", "The model's chat template cannot render the messages: %v", err)
 	}
-	m.beginOutput(c, &prompt)
+	if err := m.beginOutput(c, &prompt); err != nil {
+		return nil, err
+	}
 	o := tokenizer.EncodeOptions{AddSpecial: c.special, Limit: limit}
 	if !m.SpecialTokensInChat {
 		o.Plain = prompt.Client

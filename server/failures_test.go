@@ -147,7 +147,7 @@ func testBadBodies(t *testing.T) {
 		{chats, `{` + hi + `, "tools": [{"type": "function"}]}`, "tools", "unsupported_parameter", "has no place for them"},
 		{chats, `{` + hi + `, "tools": 1}`, "tools", "invalid_type", "an array of objects"},
 		{chats, `{` + hi + `, "tool_choice": "required"}`, "tool_choice", "invalid_value", "'tools' has no function"},
-		{chats, `{` + hi + tool + `, "tool_choice": "required"}`, "tool_choice", "unsupported_parameter", "--tool-call-parser"},
+		{chats, `{` + hi + tool + `, "tool_choice": "required"}`, "tools", "unsupported_parameter", "no place for them"},
 		{chats, `{` + hi + tool + `, "tool_choice": "any"}`, "tool_choice", "invalid_value", `"required" or`},
 		{chats, `{` + hi + tool + `, "tool_choice": 1}`, "tool_choice", "invalid_type", "a string or an object"},
 		{chats, `{` + hi + tool + `, "tool_choice": {"type": "function"}}`, "tool_choice.function", "missing_required_parameter", "tool_choice.function"},

@@ -137,9 +137,20 @@ func parseToolChoice(o *object, c *conversation, raw json.RawMessage) {
 	}
 }
 
-// checkChoice refuses a call that cannot be forced, and prepares the template for one that can. Reasoning
-// comes before calls, so a call that begins the completion goes without.
-func (m *Model) checkChoice(c *conversation) error {
+// withoutReasoning prepares the template for a call that is required. Reasoning comes before calls, so a call
+// that begins the completion goes without.
+func (m *Model) withoutReasoning(c *conversation) {
+	if c.choice.forced && m.Reasoning != nil && c.options.Extra.Get(enableThinking) == nil {
+		c.options.Extra.Set(enableThinking, json.RawMessage("false"))
+	}
+}
+
+// beginOutput finds out where a prompt leaves the model, and has it end with the beginning of a call that the
+// request requires: of a tool that it names, or of the only one, up to its arguments.
+func (m *Model) beginOutput(c *conversation, prompt *chat.Prompt) error {
+	if m.Reasoning != nil {
+		c.thinking = m.Reasoning.After(prompt.Text)
+	}
 	switch {
 	case !c.choice.forced:
 		return nil
@@ -148,21 +159,6 @@ func (m *Model) checkChoice(c *conversation) error {
 			`'tool_choice' is not supported: it must be "none" or "auto", as the server does not know how this model writes calls; it has to be started with --tool-call-parser.`)
 	case !c.options.AddGenerationPrompt:
 		return badRequest("add_generation_prompt", "invalid_value", "Invalid value for 'add_generation_prompt': 'tool_choice' requires a call, with which the assistant's turn begins.")
-	}
-	if m.Reasoning != nil && c.options.Extra.Get(enableThinking) == nil {
-		c.options.Extra.Set(enableThinking, json.RawMessage("false"))
-	}
-	return nil
-}
-
-// beginOutput finds out where a prompt leaves the model, and has it end with the beginning of a call that the
-// request requires: of a tool that it names, or of the only one, up to its arguments.
-func (m *Model) beginOutput(c *conversation, prompt *chat.Prompt) {
-	if m.Reasoning != nil {
-		c.thinking = m.Reasoning.After(prompt.Text)
-	}
-	if !c.choice.forced {
-		return
 	}
 	if c.thinking == output.Thinks {
 		prompt.Text += "\n" + m.Reasoning.Close + "\n\n"
@@ -177,6 +173,7 @@ func (m *Model) beginOutput(c *conversation, prompt *chat.Prompt) {
 		prompt.Client = append(slices.Clip(prompt.Client), [2]int{len(prompt.Text) + start, len(prompt.Text) + end})
 	}
 	prompt.Text += c.begun
+	return nil
 }
 
 // callFormat is how calls in the completion of a conversation are written; nil: it has none.

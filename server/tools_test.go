@@ -355,6 +355,7 @@ func TestRequiredCalls(t *testing.T) {
 	for _, c := range []struct{ template, writes, more, prompt, want string }{
 		{qwenTemplate(t), ` {"city": "Malmö"}}` + "\n</tool_call>", oneTool + `, "tool_choice": "required"`, "assistant\n<think>\n\n</think>\n\n<tool_call>\n" + `{"name": "weather", "arguments":`, `null weather({"city": "Malmö"}) tool_calls`},
 		{qwenTemplate(t), ` {}}` + "\n</tool_call>", twoTools + `, "tool_choice": {"type": "function", "function": {"name": "time"}}`, `{"name": "time", "arguments":`, `null time({}) tool_calls`},
+		{qwenTemplate(t), ` {}}` + "\n</tool_call>\n" + qwenCall, twoTools + `, "tool_choice": {"type": "function", "function": {"name": "time"}}`, `{"name": "time", "arguments":`, `null time({}) tool_calls`},
 		{qwenTemplate(t), `time", "arguments": {}}` + "\n</tool_call>", twoTools + `, "tool_choice": "required"`, "<tool_call>\n" + `{"name": "`, `null time({}) tool_calls`},
 		{qwenTemplate(t), `time", "arguments": {}}` + "\n</tool_call>", twoTools + `, "tool_choice": "required", "enable_thinking": true`, "assistant\n<tool_call>\n" + `{"name": "`, `null time({}) tool_calls`},
 		{qwenTemplate(t), " none", oneTool + `, "tool_choice": "required"`, `"arguments":`, "<tool_call>\n" + `{"name": "weather", "arguments": none stop`},
@@ -378,7 +379,12 @@ func TestRequiredCalls(t *testing.T) {
 	if at := slices.Index(prompt[len(prompt)-24:], s.end); at >= 0 {
 		t.Errorf("the name of a tool ends a turn: %q", s.prompt())
 	}
-	status := s.send(http.MethodPost, chatPath, chatBody("x", oneTool+`, "tool_choice": "required", "add_generation_prompt": false`))
+	refused := scriptedChat(t, qwenTemplate(t), nil, func(m *server.Model) { m.Calls = nil })
+	status := refused.send(http.MethodPost, chatPath, chatBody("x", oneTool+`, "tool_choice": "required"`))
+	if message, _, param, _ := failed(t, status); param != "tool_choice" || !strings.Contains(message, "--tool-call-parser") {
+		t.Errorf("%s: %s", param, message)
+	}
+	status = s.send(http.MethodPost, chatPath, chatBody("x", oneTool+`, "tool_choice": "required", "add_generation_prompt": false`))
 	if message, _, param, _ := failed(t, status); param != "add_generation_prompt" {
 		t.Errorf("%s: %s", param, message)
 	}

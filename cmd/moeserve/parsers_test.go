@@ -22,8 +22,8 @@ func TestParsers(t *testing.T) {
 		wantCalls                  *output.Format
 		wantReasoning              *output.ReasoningFormat
 	}{
-		{"auto", "auto", "<tool_call> </think>", output.Hermes, output.Qwen3},
-		{"auto", "auto", "[TOOL_CALLS]", output.Mistral, nil},
+		{"auto", "auto", "tools <tool_call> </think>", output.Hermes, output.Qwen3},
+		{"auto", "auto", "tools [TOOL_CALLS]", output.Mistral, nil},
 		{"none", "none", "<tool_call> </think>", nil, nil},
 		{"mistral", "deepseek_r1", "<tool_call>", output.Mistral, output.DeepSeekR1},
 	} {

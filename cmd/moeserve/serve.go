@@ -178,6 +178,9 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 	srv.SetModels(models(all, runner)...)
 	for _, m := range slices.Backward(all) {
 		m.defaults.log(log)
+		if t := m.node.Text().Template; t != nil {
+			logParsers(log, &m.set.Serve, t.Mentions)
+		}
 		newStartup(m.names[0], scheme(encryption)+listener.Addr().String(), m.node).log(log)
 	}
 
@@ -285,6 +288,19 @@ func model(names []string, defaults *sampling, s *configs.Serve, n *node.Node) *
 		m.AutoCallsAreText = !s.EnableAutoToolChoice
 	}
 	return m
+}
+
+// logParsers logs what was found in a chat template, or is set.
+func logParsers(log *slog.Logger, s *configs.Serve, mentions func(string) bool) {
+	calls, reasoning := parsers(s, mentions)
+	names := []string{configs.NoParser, configs.NoParser}
+	if calls != nil {
+		names[0] = calls.Name
+	}
+	if reasoning != nil {
+		names[1] = reasoning.Name
+	}
+	log.Info("chat template", "tool_call_parser", names[0], "reasoning_parser", names[1])
 }
 
 // parsers are the formats of a model's tool calls and of its reasoning, nil: none, whose chat template

@@ -118,10 +118,12 @@ func Find(name string) *Format {
 	return others[name]
 }
 
-// Detect returns the format of a model by its chat template: mentions says whether that has a text. A template that
-// mentions no format's marker is taken to ask for JSON.
+// Detect returns the format of a model by its chat template: mentions says whether that has a text. A template with
+// tools that mentions no format's marker is taken to ask for JSON. Without tools there is no format: nil.
 func Detect(mentions func(text string) bool) *Format {
 	switch {
+	case !mentions("tools"):
+		return nil
 	case mentions(callsToken):
 		return Mistral
 	case mentions(openCall) && mentions("<function="):

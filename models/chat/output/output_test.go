@@ -271,11 +271,14 @@ func TestNames(t *testing.T) {
 	}
 	for template, want := range map[string]*output.Format{
 		"… [TOOL_CALLS] …": output.Mistral, "<tool_call> <function=": output.QwenXML, "<tool_call>": output.Hermes,
-		"<function_calls>": output.Olmo, "functools[": output.Phi4Mini, "<|tool_call|>": output.Phi4Mini, "<|tool|>": output.Phi4Mini, "tools": output.JSON,
+		"<function_calls>": output.Olmo, "functools[": output.Phi4Mini, "<|tool_call|>": output.Phi4Mini, "<|tool|>": output.Phi4Mini, "": output.JSON,
 	} {
-		if got := output.Detect(func(s string) bool { return strings.Contains(template, s) }); got != want {
-			t.Errorf("%s: %s, want %s", template, got.Name, want.Name)
+		if got := output.Detect(func(s string) bool { return strings.Contains("{% if tools %}"+template, s) }); got != want {
+			t.Errorf("%s: %v, want %v", template, got, want)
 		}
+	}
+	if f := output.Detect(func(s string) bool { return s == "<tool_call>" }); f != nil {
+		t.Errorf("a template without tools has format %s", f.Name)
 	}
 }
 
