@@ -33,6 +33,11 @@
 // two members of the same name the last counts, and null is the same as no member. The
 // messages that clients keep can be sent back as they are.
 //
+// # What a chat's completion holds
+//
+// Package models/chat/output splits the text into reasoning, content and tool calls, each choice by itself, by
+// the formats in Model. A streamed completion has the same ones as a whole one, and a chunk for every token.
+//
 // # Example
 //
 //	metrics := server.NewMetrics("built-in")

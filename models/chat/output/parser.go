@@ -279,14 +279,14 @@ func (c *calls) feed(b byte) {
 		isCall := c.block.end()
 		c.block, c.behind = nil, isCall
 		if isCall {
-			// What is kept is white space and a beginning of an end marker, which may begin another one.
+			// What is kept is short, but for white space: it may begin a marker.
 			for _, b := range slices.Clone(c.raw) {
-				c.outside(b)
+				c.feed(b)
 			}
 		} else {
 			c.spill()
 		}
-		c.outside(b)
+		c.feed(b)
 	}
 }
 
