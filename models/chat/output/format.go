@@ -68,7 +68,7 @@ var (
 	// QwenXML is that of Qwen3-Coder: each call is a function with parameters in tags, whose values are not quoted.
 	QwenXML = &Format{
 		Name: "qwen3_xml", Tokens: []string{openCall, closeCall},
-		markers: []marker{{openCall, xmlBlock}},
+		markers: []marker{{openCall, xmlBlock(atFunction)}, {functionTag, xmlBlock(inFunctionName)}},
 		begin:   openCall + "\n<function=", behindName: ">\n",
 	}
 	// Olmo is that of OLMo 3: calls of Python between tags.

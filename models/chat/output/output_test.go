@@ -145,6 +145,8 @@ func TestCalls(t *testing.T) {
 				"<tool_call><function=time></function></tool_call>",
 			`«0 add»{{"a": [1, {"b": null}], "b": true, "c": " x y"}}«1 time»{{}}`,
 		},
+		{output.QwenXML, "Hm.\n<function=add>\n</function>\n</tool_call>\n<function=time></function> ok", "Hm.«0 add»{{}}«1 time»{{}} ok"},
+		{output.QwenXML, "<functions> <function=other>", "<functions> <function=other>"},
 		{output.QwenXML, "<tool_call>\n<function=other>\n</function>\n</tool_call>", "<tool_call>\n<function=other>\n</function>\n</tool_call>"},
 		{output.QwenXML, "<tool_call>\n<function=add>\n<param", "<tool_call>\n<function=add>\n<param"},
 		{output.QwenXML, "<tool_call>\n<function=weather>\n<parameter=city>\nPar", `«0 weather»{{"city": "Par}`},

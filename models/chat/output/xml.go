@@ -54,8 +54,11 @@ const (
 	closeFunctionTag = "</function>"
 )
 
-func xmlBlock(c *calls) block {
-	return &xmlCalls{c: c, value: matcher{markers: []string{closeParameter}}, closing: closing{marker: closeCall}}
+// xmlBlock makes blocks that begin with a function's tag or, as models may leave out the first tag, inside of it.
+func xmlBlock(at xmlState) func(*calls) block {
+	return func(c *calls) block {
+		return &xmlCalls{c: c, state: at, value: matcher{markers: []string{closeParameter}}, closing: closing{marker: closeCall}}
+	}
 }
 
 func (x *xmlCalls) feed(b byte) verdict {
