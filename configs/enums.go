@@ -116,6 +116,27 @@ func (g Grouping) MarshalText() ([]byte, error) { return []byte(g.String()), nil
 // UnmarshalText reads the name.
 func (g *Grouping) UnmarshalText(text []byte) error { return named(groupingNames, g, text) }
 
+// ExpertAccess says how steps of few tokens get at offloaded experts.
+type ExpertAccess uint8
+
+// The ways: copies to the GPU's expert cache, or reads by kernels where the experts lie.
+// AutoAccess takes the faster one.
+const (
+	AutoAccess ExpertAccess = iota
+	CopyAccess
+	DirectAccess
+)
+
+var expertAccessNames = []string{"auto", "copy", "direct"}
+
+func (a ExpertAccess) String() string { return name(expertAccessNames, a) }
+
+// MarshalText writes the name.
+func (a ExpertAccess) MarshalText() ([]byte, error) { return []byte(a.String()), nil }
+
+// UnmarshalText reads the name.
+func (a *ExpertAccess) UnmarshalText(text []byte) error { return named(expertAccessNames, a, text) }
+
 // SchedulingPolicy says which requests come first.
 type SchedulingPolicy uint8
 

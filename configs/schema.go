@@ -263,6 +263,10 @@ var Schema = []Key{
 		Help: "run a layer's experts once for many micro-batches, or once for each micro-batch as CGOPipe does",
 	},
 	{
+		Name: "expert-access", Kind: String, Default: "auto", Allowed: expertAccessNames, Rare: true, Commands: onModel,
+		Help: "how steps of few tokens get at offloaded experts: copy: the selected ones are copied to the GPU, direct: kernels read them in host or peer memory, auto: the faster one, where the rates of this GPU are known",
+	},
+	{
 		Name: "attention", Kind: String, Default: "auto", Allowed: []string{"auto", "gpu", "cpu"}, Rare: true, Commands: onModel,
 		Help: "where attention is computed and the KV cache lives: gpu or cpu; auto: gpu",
 	},

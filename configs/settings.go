@@ -111,6 +111,7 @@ type Batch struct {
 	MicroBatchSize      int              `mapstructure:"micro-batch-size"`
 	NumMicroBatches     int              `mapstructure:"num-micro-batches"`
 	Grouping            Grouping         `mapstructure:"expert-grouping"`
+	ExpertAccess        ExpertAccess     `mapstructure:"expert-access"`
 	Attention           Place            `mapstructure:"attention"`
 }
 

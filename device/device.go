@@ -109,6 +109,11 @@ type Machine interface {
 	// SpaceOf returns the space of an address, and false if the address is in no live
 	// allocation of this machine. It neither blocks nor allocates.
 	SpaceOf(a Addr) (Space, bool)
+	// KernelAddr returns the address at which kernels on a GPU read r in place, and may read it
+	// until its memory is freed or suspended: r is in memory of that GPU, in pinned host memory,
+	// or in that of a peer. The error wraps ErrUnreachable where kernels cannot read that memory:
+	// host memory that is not mapped for them, a peer that the GPU has no access to.
+	KernelAddr(reader Space, r Range) (Addr, error)
 	// NewStream creates an in-order stream of a GPU, or, for Host, a host stream, which also
 	// implements Executor and Watcher.
 	NewStream(space Space, o StreamOptions) (Stream, error)

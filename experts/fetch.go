@@ -37,6 +37,8 @@ type fetcher struct {
 	// fetches not yet known to have ended, and the first failure of one.
 	fetches []*fetch
 	err     error
+	// changes counts changes of which expert is in which slot.
+	changes uint64
 	// peerBackoff is the number of steps until fetches use peers again.
 	peerBackoff int
 	// Scratch space of acquire, and a freelist of fetches.
@@ -251,6 +253,7 @@ func (f *fetcher) nearest(id ID) source {
 // the slot may still be read, or written by a copy that no step waited for.
 func (f *fetcher) assignSlot(at int, id ID, after []device.Point) (lease.Ref, []device.Point) {
 	a := &f.slots[at]
+	f.changes++
 	if !a.awaited {
 		for _, c := range a.copies {
 			if !c.ticket.Ended() {
@@ -474,6 +477,7 @@ func (f *fetcher) skip(id ID) {
 				f.counts.fetches[key/f.plan.Experts][key%f.plan.Experts]--
 			}
 			f.cache.Clear(at)
+			f.changes++
 			f.removeFrom(&f.slots[at].copies, c)
 		}
 		f.removeFrom(&f.fetches, c)

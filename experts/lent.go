@@ -235,7 +235,7 @@ func (s *steps) onLent(id ID, resident bool, err error) {
 // changed updates an expert's layer, which is not open, after the expert has become resident, or
 // is no longer.
 func (s *steps) changed(id ID) {
-	s.tables.rows[id.Layer].stale = true
+	s.tables.rows[id.Layer].stale, s.inPlace.valid = true, false
 	if ref := &s.layers[id.Layer].refs[id.Expert]; ref.Held() { // prefetched for the step that begins
 		ref.Release()
 	}

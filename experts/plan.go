@@ -39,6 +39,9 @@ type Config struct {
 	// besides those of resident experts. Default: 2 if Dynamic and some but not all
 	// experts are resident, otherwise 0.
 	SpareSlots int
+	// InPlace allocates tables for steps whose kernels read offloaded experts where they lie
+	// (Step.ReadInPlace), also where none is offloaded.
+	InPlace bool
 	// StagingBytes is the size of the load staging buffers: pinned memory through which
 	// resident experts are loaded. Seal frees it. Default: 16 MiB, or two extents if the
 	// layout is not row-major.
@@ -62,13 +65,20 @@ type Plan struct {
 	// HostBytes and UploadBytes are in pinned host memory; so is Config.StagingBytes,
 	// while loading.
 	HostBytes, UploadBytes int64
+	// InPlaceBytes are in GPU memory, and as many in pinned host memory: the tables of steps that
+	// read experts in place.
+	InPlaceBytes int64
 }
 
 // DeviceBytes is the GPU memory that the store needs.
-func (p Plan) DeviceBytes() int64 { return p.ResidentBytes + p.CacheBytes + p.TableBytes }
+func (p Plan) DeviceBytes() int64 {
+	return p.ResidentBytes + p.CacheBytes + p.TableBytes + p.InPlaceBytes
+}
 
 // PinnedBytes is the pinned host memory that the store needs while loading, its peak.
-func (p Plan) PinnedBytes() int64 { return p.HostBytes + p.UploadBytes + p.StagingBytes }
+func (p Plan) PinnedBytes() int64 {
+	return p.HostBytes + p.UploadBytes + p.InPlaceBytes + p.StagingBytes
+}
 
 // Next is the layer whose experts are needed after those of layer: the next one with
 // experts or, after the last, the first. layer itself need not have experts. -1: the
@@ -172,6 +182,9 @@ func (c Config) SizePlan(offloaded, largest int) (Plan, error) {
 	p.CacheBytes = int64(c.CacheSlots) * c.Layout.Size
 	p.TableBytes = int64(len(c.Layers)) * c.rowBytes()
 	p.UploadBytes = imagesPerRow * p.TableBytes
+	if c.InPlace {
+		p.InPlaceBytes = p.inPlaceBytes()
+	}
 	return p, nil
 }
 

@@ -94,6 +94,8 @@ type Stats struct {
 	Failed int64 `json:"failed_fetches"`
 	// Fetched is the bytes of the copies submitted, by the tier they came from.
 	Fetched FetchedBytes `json:"fetched_bytes"`
+	// ReadInPlace is the bytes of the experts that kernels read in a peer's or the host's memory.
+	ReadInPlace FetchedBytes `json:"read_in_place_bytes"`
 	// PrefetchPredicted counts the offloaded experts that were predicted, PrefetchUsed those
 	// of them that the router then selected, and RouterSyncs all offloaded experts that it
 	// selected.
@@ -181,9 +183,14 @@ func (s *Store) copyOf(of [][]int64) [][]int64 {
 func (s *Store) AddRoutedTokens(counts []int64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	count := s.inPlace.uncounted
 	for i, number := range s.plan.Layers {
+		if count {
+			s.steps.countInPlace(i, counts[number*s.plan.Experts:][:s.plan.Experts])
+		}
 		copy(s.counts.routedTokens[i], counts[number*s.plan.Experts:])
 	}
+	s.inPlace.uncounted = false
 }
 
 // Placed is where an expert lives between steps.

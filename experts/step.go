@@ -17,6 +17,7 @@ type Step struct {
 	s         *steps
 	number    uint64
 	capturing bool
+	inPlace   bool
 }
 
 // Use is an open layer with all experts that its tokens need. It ends with Release.
@@ -111,7 +112,7 @@ func (st Step) Prefetch(layer int) error { return st.PrefetchPart(layer, 0, 1) }
 // experts, counted from 0: parts are consecutive experts, and their sizes differ by at
 // most one.
 func (st Step) PrefetchPart(layer, part, parts int) error {
-	if st.capturing {
+	if st.capturing || st.inPlace {
 		return nil
 	}
 	position, err := st.lock(layer)
@@ -132,7 +133,7 @@ func (st Step) PrefetchPart(layer, part, parts int) error {
 // PrefetchPredicted is Prefetch of the experts that the layer's router is predicted to
 // choose. predicted is in any order and may contain duplicates and resident experts.
 func (st Step) PrefetchPredicted(layer int, predicted []int32) error {
-	if st.capturing {
+	if st.capturing || st.inPlace {
 		return nil
 	}
 	position, err := st.lock(layer)
@@ -152,7 +153,10 @@ func (st Step) PrefetchPredicted(layer int, predicted []int32) error {
 // It waits, at most until ctx is done, only if the host is two uses of the layer ahead of
 // the device. One layer is open at a time.
 func (st Step) Layer(ctx context.Context, layer int) (Use, error) {
-	if st.capturing {
+	switch {
+	case st.inPlace:
+		return st.s.inPlaceUse(layer)
+	case st.capturing:
 		return st.s.capturedUse(layer)
 	}
 	position, err := st.lockOpenable(layer)
@@ -293,8 +297,11 @@ func (st Step) useLayer(ctx context.Context, layer int) error {
 
 // ForCapture is the step for the capture of a CUDA graph: its Layer returns what any
 // step's Layer returns, valid until the store is closed, without enqueuing anything;
-// Prefetch and Release do nothing. A layer with offloaded experts cannot be opened.
-func (st Step) ForCapture() Step { return Step{s: st.s, capturing: true} }
+// Prefetch and Release do nothing. A layer with offloaded experts cannot be opened, except in
+// the capture of a step that reads in place.
+func (st Step) ForCapture() Step {
+	return Step{s: st.s, number: st.number, capturing: true, inPlace: st.inPlace}
+}
 
 // End ends a step after the host has synchronized with its end on the compute stream. An
 // error is the first failure of a fetch: the step's results are invalid and the step must
@@ -313,6 +320,7 @@ func (st Step) End() error {
 	if err != nil {
 		return fmt.Errorf("experts: end a step: %w", err)
 	}
+	s.endInPlace()
 	s.running = false
 	return nil
 }

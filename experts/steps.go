@@ -23,6 +23,7 @@ type steps struct {
 	places   *places
 	fetch    *fetcher
 	tables   *tables
+	inPlace  *inPlace
 	layers   []layer
 	counts   *counts
 	log      *slog.Logger
@@ -56,9 +57,9 @@ type layer struct {
 	predicted, routed []bool
 }
 
-func newSteps(mu *sync.Mutex, p *Plan, pl *places, f *fetcher, t *tables, c *counts, o Options) *steps {
+func newSteps(mu *sync.Mutex, p *Plan, pl *places, f *fetcher, t *tables, x *inPlace, c *counts, o Options) *steps {
 	s := &steps{
-		mu: mu, plan: p, position: map[int]int{}, places: pl, fetch: f, tables: t, counts: c,
+		mu: mu, plan: p, position: map[int]int{}, places: pl, fetch: f, tables: t, inPlace: x, counts: c,
 		log: o.Log, swapped: o.Events.Swapped, lent: o.Events.Lent, open: -1, layers: make([]layer, len(p.Layers)),
 	}
 	for i, number := range p.Layers {
@@ -400,6 +401,11 @@ func (s *steps) reset(ctx context.Context) error {
 		s.listAll(i)
 	}
 	s.tables.reset()
+	if s.inPlace.running && s.inPlace.usesPeers {
+		s.fetch.peerBackoff = max(s.fetch.peerBackoff, 1) // the peers' memory may have been the cause
+	}
+	s.endInPlace()
+	s.inPlace.valid = false
 	s.open = -1
 	cause := s.fetch.err
 	if lost := s.fetch.reset(); cause != nil {

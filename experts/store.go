@@ -89,7 +89,9 @@ type Store struct {
 	fetch  *fetcher
 	tables *tables
 	steps  *steps
-	counts counts
+	// inPlace has no memory where Plan.InPlaceBytes is 0.
+	inPlace *inPlace
+	counts  counts
 	// linkTime: see LinkTime.
 	linkTime time.Duration
 }
@@ -98,7 +100,7 @@ type Store struct {
 // wraps device.ErrOutOfMemory if the plan does not fit.
 func New(o Options) (*Store, error) {
 	o = o.EnsureDefaults()
-	s := &Store{o: o, plan: o.Plan, places: &places{}, fetch: &fetcher{}, tables: &tables{}}
+	s := &Store{o: o, plan: o.Plan, places: &places{}, fetch: &fetcher{}, tables: &tables{}, inPlace: &inPlace{}}
 	s.fetch.mu, s.tables.mu = &s.mu, &s.mu
 	if err := s.allocate(); err != nil {
 		return nil, errors.Join(fmt.Errorf("experts: %w", err), s.free())
@@ -122,6 +124,8 @@ func (s *Store) allocate() (err error) {
 		{&s.tables.memory, s.o.Space, p.TableBytes, "expert tables"},
 		{&s.places.host, device.Host, p.HostBytes, "offloaded experts"},
 		{&s.tables.images, device.Host, p.UploadBytes, "expert table images"},
+		{&s.inPlace.memory, s.o.Space, p.InPlaceBytes, "expert tables, read in place"},
+		{&s.inPlace.image, device.Host, p.InPlaceBytes, "image of expert tables, read in place"},
 	} {
 		if x.bytes == 0 {
 			continue
@@ -142,7 +146,10 @@ func (s *Store) allocate() (err error) {
 		return err
 	}
 	s.tables.open(p)
-	s.steps = newSteps(&s.mu, p, s.places, s.fetch, s.tables, &s.counts, s.o)
+	if s.inPlace.memory != nil {
+		s.inPlace.open(s.o, p, s.places.host)
+	}
+	s.steps = newSteps(&s.mu, p, s.places, s.fetch, s.tables, s.inPlace, &s.counts, s.o)
 	s.tables.address = s.steps.address
 	s.loader, err = s.newLoader()
 	return err
@@ -251,6 +258,10 @@ func (s *Store) LinkTime() time.Duration {
 	return s.linkTime
 }
 
+// PeerLost reports that a step found a peer lost: nothing more is borrowed from it, and the steps
+// that follow read the host's copies.
+func (s *Store) PeerLost(peer device.Space, err error) { s.peers.PeerLost(peer, err) }
+
 // Close cancels copies or waits for them, and frees all memory. Nothing that was enqueued
 // on the compute stream still runs, and harvest is closed or holds nothing of this store.
 func (s *Store) Close() error {
@@ -265,5 +276,5 @@ func (s *Store) Close() error {
 }
 
 func (s *Store) free() error {
-	return errors.Join(s.loader.Close(), s.places.close(), s.fetch.close(), s.tables.close())
+	return errors.Join(s.loader.Close(), s.places.close(), s.fetch.close(), s.tables.close(), s.inPlace.close())
 }

@@ -49,7 +49,7 @@ func (s *Store) Suspend(ctx context.Context) (Suspension, error) {
 
 func (s *Store) suspension() Suspension {
 	var x Suspension
-	for _, m := range []device.Memory{s.places.gpu, s.fetch.memory, s.tables.memory} {
+	for _, m := range []device.Memory{s.places.gpu, s.fetch.memory, s.tables.memory, s.inPlace.memory} {
 		if m != nil {
 			x.GPU = append(x.GPU, m)
 		}

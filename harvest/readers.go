@@ -31,6 +31,8 @@ type readers struct {
 	// ex is held from refuse to invalidate, by the goroutine in Runtime.Free, then by the
 	// one that ticks.
 	ex lease.Exclusive
+	// inSteps are the steps that may have been reading when the handle was refused.
+	inSteps []stepHold
 
 	mu       sync.Mutex
 	releases []releaseRecord
@@ -171,6 +173,9 @@ func (r *readers) drained() (ok bool, failed error) {
 	if _, _, n := r.cell.State(); n > 0 {
 		return false, nil
 	}
+	if slices.ContainsFunc(r.inSteps, func(h stepHold) bool { return h.running() }) {
+		return false, nil
+	}
 	r.mu.Lock()
 	failed = r.failed
 	r.mu.Unlock()
@@ -202,6 +207,11 @@ func (r *readers) currentHolds(now time.Duration) []Hold {
 	}
 	for len(hs) < n {
 		hs = append(hs, Hold{Owner: "an unknown owner"})
+	}
+	for i := range r.inSteps {
+		if r.inSteps[i].running() {
+			hs = append(hs, r.inSteps[i].hold(now))
+		}
 	}
 	r.mu.Lock()
 	left := slices.Clone(r.releases)

@@ -25,8 +25,9 @@ type Runtime struct {
 	release func() error
 	clock   timeline
 
-	mu      sync.Mutex
-	control *controller
+	mu          sync.Mutex
+	control     *controller
+	stepReaders []*StepReader
 	// ticking: a goroutine reads peers and carries out actions. Only one does at a time.
 	ticking      bool
 	stop         func() // ends the loop; nil before Start
@@ -159,7 +160,7 @@ func (r *Runtime) apply() (rest []action) {
 	for _, a := range all {
 		switch a := a.(type) {
 		case refuse:
-			a.h.readers.refuse()
+			r.refuse(a.h)
 		case invalidate:
 			a.h.readers.invalidate()
 		case runCallback, scrub, freeMemory, reportMiss:

@@ -47,11 +47,13 @@ type tierCase struct {
 	// lends: the KV cache is small, has tiers or not, and lends memory to experts and gets it back
 	// between any two steps.
 	lends bool
+	// access to experts of steps of few tokens.
+	access configs.ExpertAccess
 }
 
 func (c tierCase) String() string {
-	return fmt.Sprintf("%s fraction=%v tier=%s policy=%s peers=%s adapt=%t ring=%d trace=%s trouble=%s schedule=%d lax=%t fences=%#x seed=%d lends=%t",
-		c.model, c.fraction, c.tier, c.policy, c.peers, c.adapt, c.ring, c.trace, c.trouble, c.schedule, c.lax, c.fences, c.seed, c.lends)
+	return fmt.Sprintf("%s fraction=%v tier=%s policy=%s peers=%s adapt=%t ring=%d trace=%s trouble=%s schedule=%d lax=%t fences=%#x seed=%d lends=%t access=%s",
+		c.model, c.fraction, c.tier, c.policy, c.peers, c.adapt, c.ring, c.trace, c.trouble, c.schedule, c.lax, c.fences, c.seed, c.lends, c.access)
 }
 
 // troubles: a revocation of everything now and then, at any point of what is under
@@ -72,6 +74,7 @@ func anyTierCase(rng *rand.Rand) tierCase {
 		adapt: rng.IntN(3) == 0, ring: 1 + rng.IntN(2), trace: pick("none", "none", "saw", "generated"), trouble: pick(troubles...),
 		schedule: emulated.Schedule(rng.IntN(4) - 1), seed: rng.Uint64() % 1000,
 		lax: rng.IntN(2) == 0, fences: fenceStarts[rng.IntN(len(fenceStarts))], lends: rng.IntN(2) == 0,
+		access: configs.ExpertAccess(rng.IntN(3)), // of emulated devices auto is copy
 	}
 	if c.fraction == 1 {
 		c.adapt = false
@@ -126,7 +129,7 @@ func runTiers(t *testing.T, c tierCase) outcome {
 		GPUs:     []emulated.GPU{{MemoryBytes: 1 << 30}, {MemoryBytes: peerBytes}, {MemoryBytes: peerBytes}},
 	}
 	s := configs.Defaults()
-	s.Batch.MaxNumBatchedTokens = 192
+	s.Batch.MaxNumBatchedTokens, s.Batch.ExpertAccess = 192, c.access
 	s.Model.Name, s.Offload.Fraction, s.Offload.Tier, s.Harvest.Policy = fixtures.Dir(t, c.model), c.fraction, c.tier, c.policy
 	s.Device.Peers, s.Offload.DynamicResidency, s.Harvest.Headroom = c.peers, c.adapt, "1KiB"
 	switch c.trace {
@@ -328,6 +331,9 @@ func TestSameTokensOverTiers(t *testing.T) {
 		}
 		count("from peers", got.experts.Fetched[experts.Peer] > 0)
 		count("from peers and host", got.experts.Fetched[experts.Peer] > 0 && got.experts.Fetched[experts.Host] > 0)
+		count("peers read in place", got.experts.ReadInPlace[experts.Peer] > 0)
+		count("host read in place", got.experts.ReadInPlace[experts.Host] > 0)
+		count("read in place, lost", got.experts.ReadInPlace[experts.Peer] > 0 && c.trouble == "lost")
 		count("steps run again", got.retried > 0)
 		count("used prefetches", got.experts.PrefetchUsed > 0)
 		count("swapped", got.experts.Swapped > 0)
@@ -344,7 +350,7 @@ func TestSameTokensOverTiers(t *testing.T) {
 		return // so few need not have everything
 	}
 	for _, what := range []string{
-		"from peers", "from peers and host", "steps run again", "used prefetches", "swapped", "steps run again, lax", "lent", "resident in lent memory", "preempted",
+		"from peers", "from peers and host", "peers read in place", "host read in place", "read in place, lost", "steps run again", "used prefetches", "swapped", "steps run again, lax", "lent", "resident in lent memory", "preempted",
 		harvest.ReasonPressure.String(), harvest.ReasonExternal.String(), harvest.ReasonUnhealthy.String(),
 	} {
 		if seen[what] == 0 {

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/moeserve/moeserve/device"
@@ -33,6 +34,11 @@ type Cache[K comparable] struct {
 	// landed are the copies that Acquire finds.
 	landed *index[K, Copy[K]]
 	peers  failures
+	// steps reads copies in place. landings counts copies that have landed so far, count those
+	// that are there.
+	steps    *harvest.StepReader
+	landings atomic.Uint64
+	count    atomic.Int64
 
 	mu     sync.Mutex
 	closed bool
@@ -92,7 +98,7 @@ func New[K comparable](o Options[K]) (*Cache[K], error) {
 		return nil, err
 	}
 	return &Cache[K]{
-		o: o, reader: harvest.NewOwner(o.Noun + " fetch"), mover: harvest.NewOwner(o.Noun + " move"),
+		o: o, steps: o.Harvest.NewStepReader(o.Client, harvest.NewOwner(o.Noun+" read in place")), reader: harvest.NewOwner(o.Noun + " fetch"), mover: harvest.NewOwner(o.Noun + " move"),
 		landed: newIndex[K, Copy[K]](), moving: map[K]*Copy[K]{},
 		fences: fencePool{machine: o.Machine, name: o.Noun + " moved"},
 	}, nil
@@ -370,7 +376,10 @@ func (c *Cache[K]) free(x *Copy[K]) error {
 
 // remove makes the copy unavailable to readers. mu is held.
 func (c *Cache[K]) remove(x *Copy[K], reason Reason) {
-	c.landed.remove(x.key, x)
+	if c.landed.get(x.key) == x {
+		c.landed.remove(x.key, x)
+		c.count.Add(-1)
+	}
 	if c.moving[x.key] == x {
 		delete(c.moving, x.key)
 		if x.move.wanted--; x.move.wanted == 0 {
@@ -468,6 +477,8 @@ func (c *Cache[K]) publish(x *Copy[K], err error, took time.Duration) {
 	c.peers.reset(x.handle.Device())
 	c.logFreeError(c.drop(c.landed.get(x.key)))
 	c.landed.put(x.key, x)
+	c.landings.Add(1)
+	c.count.Add(1)
 	c.stats.Landed++
 	c.stats.Bytes += x.handle.Bytes()
 	i := c.info(x, 0)

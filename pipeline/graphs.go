@@ -19,8 +19,8 @@ import (
 // look the same to the device: the same number of tokens, sequences whose maximum context
 // rounds up to the same (see roundContext), and the same kinds of sampling. Tokens,
 // positions, block tables and seeds may differ: they are step metadata, which is uploaded
-// before. Addresses of experts are in the store's tables; while all experts are resident
-// there is nothing to fetch or to wait for.
+// before. Addresses of experts are in the store's tables; while all experts are resident,
+// or read in place, there is nothing to fetch or to wait for.
 //
 // A step is captured when it occurs the second time in a row. By then it has been enqueued
 // operation by operation, so the device computes during the capture, and a failed capture
@@ -89,9 +89,9 @@ func roundContext(tokens int) int {
 
 // find returns the graph of a step whose micro-batches were uploaded, or nil. capture is true
 // if the previous step was the same, so that this one is worth capturing.
-func (g *graphs) find(b *batcher) (_ device.Graph, capture bool) {
+func (g *graphs) find(b *batcher, p *plan) (_ device.Graph, capture bool) {
 	g.current, g.previous = g.previous[:0], g.current
-	if g.stream == nil || !b.decode {
+	if g.stream == nil || !b.decode || !p.graph {
 		return nil, false
 	}
 	for i := range b.used() {

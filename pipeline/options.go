@@ -53,11 +53,17 @@ type Options struct {
 	// none. Machines that keep no data never use OnDemand, since the host cannot read the
 	// router's selection.
 	SmallBatchTokens int
+	// ExpertAccess says how steps of few tokens get at offloaded experts: by copies (OnDemand),
+	// or, up to MaxInPlaceTokens tokens, in place (InPlace), for which the store has tables
+	// (experts.Config.InPlace). AutoAccess chooses by AccessModel and by the times of steps; what is
+	// not known of the model keeps it to copies.
+	ExpertAccess configs.ExpertAccess
+	AccessModel  AccessModel
 	// HostLogits allocates pinned memory for the logits of a step, for Step.Logits. Default:
 	// off.
 	HostLogits bool
 	// Graphs is the maximum number of decode steps kept as CUDA graphs, where streams are
-	// device.Capturers and all experts are resident; negative: none. Default: 16.
+	// device.Capturers, of steps whose experts are all resident or read in place; negative: none. Default: 16.
 	Graphs int
 	// Trace receives notes about the operations of steps. Default: none.
 	Trace *trace.Writer

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/forward"
 	"github.com/moeserve/moeserve/kvcache"
@@ -113,6 +114,7 @@ type Pipeline struct {
 	done device.Event
 
 	plans    *plans
+	access   accessChooser
 	batches  *batcher
 	metadata *stepMetadata
 	results  *results
@@ -156,8 +158,9 @@ func (p *Pipeline) open() (err error) {
 	if o.Trace != nil {
 		p.tracer = &tracer{w: o.Trace, clock: o.Machine, stream: p.compute}
 	}
+	p.chooseAccess()
 	p.batches = newBatcher(o, func() forward.HostBatch { return forward.NewHostBatch(o.config(), o.GroupLimits(o.Limits)) })
-	if o.Graphs > 0 && o.HostAttention == nil && !p.plans.anyOffloaded() { // a graph neither waits nor fetches
+	if o.Graphs > 0 && o.HostAttention == nil && (p.access.possible || !p.plans.anyOffloaded()) { // a graph neither waits nor fetches
 		p.graphs.enable(p.compute, o.Graphs)
 		p.batches.roundContexts = p.graphs.stream != nil
 	}
@@ -197,6 +200,25 @@ func (p *Pipeline) open() (err error) {
 	return nil
 }
 
+// chooseAccess decides whether steps of few tokens can read experts in place.
+func (p *Pipeline) chooseAccess() {
+	o := &p.o
+	c := &p.access
+	c.setting, c.model = o.ExpertAccess, o.AccessModel
+	if c.setting == configs.CopyAccess || !p.plans.anyOffloaded() || c.setting == configs.AutoAccess && !c.model.Known() {
+		return
+	}
+	err := o.Experts.InPlace()
+	if err == nil && !o.Machine.Capabilities().KeepsData {
+		err = errors.New("the machine only computes durations, and has none for reads over a link")
+	}
+	if err != nil {
+		o.Log.Warn("experts are not read in place; steps of few tokens copy those that they need", "err", err)
+		return
+	}
+	c.possible, c.limit = true, min(MaxInPlaceTokens, o.GroupLimits(o.Limits).MaxTokens)
+}
+
 // Compute returns the stream on which steps run. Nothing else may be enqueued on it during a
 // step.
 func (p *Pipeline) Compute() device.Stream { return p.compute }
@@ -212,7 +234,7 @@ func (p *Pipeline) Step(ctx context.Context, s *Step) (Result, error) {
 	if err != nil {
 		return Result{}, err
 	}
-	plan := p.plans.get(tokens)
+	plan := p.plans.get(tokens, p.chooseFor(tokens))
 	if err := p.batches.split(s, tokens, &plan.shape); err != nil {
 		return Result{}, err
 	}
@@ -234,6 +256,14 @@ func (p *Pipeline) Step(ctx context.Context, s *Step) (Result, error) {
 	return p.complete(s)
 }
 
+// chooseFor chooses how a step of so many tokens gets at offloaded experts.
+func (p *Pipeline) chooseFor(tokens int) access {
+	if !p.access.possible {
+		return p.access.choose(tokens, false, 0)
+	}
+	return p.access.choose(tokens, tokens <= p.plans.onDemand, p.o.Experts.PeerShare())
+}
+
 // begin begins the store's part of a step.
 func (p *Pipeline) begin(ctx context.Context, tokens int) (err error) {
 	if p.o.Experts == nil {
@@ -250,6 +280,13 @@ func (p *Pipeline) begin(ctx context.Context, tokens int) (err error) {
 
 // enqueue enqueues a step, and records its end.
 func (p *Pipeline) enqueue(ctx context.Context, plan *plan, s *Step) error {
+	if plan.inPlace {
+		step, err := p.step.ReadInPlace()
+		if err != nil {
+			return fmt.Errorf("pipeline: %w", err)
+		}
+		p.step.Step = step
+	}
 	f := stepState{step: p.step.Step, shape: &plan.shape, singleLaunch: p.launchPolicy.singleLaunch, meter: &p.meter}
 	if err := p.enqueuer.run(ctx, plan.uploads, &f); err != nil {
 		return err
@@ -263,9 +300,9 @@ func (p *Pipeline) enqueue(ctx context.Context, plan *plan, s *Step) error {
 	if err := p.copyBlocks(s.Copies); err != nil {
 		return err
 	}
-	graph, capture := p.graphs.find(p.batches)
+	graph, capture := p.graphs.find(p.batches, plan)
 	if graph != nil {
-		if err := p.launch(ctx, graph); err != nil {
+		if err := p.launch(ctx, plan, graph); err != nil {
 			return err
 		}
 	} else if err := p.enqueuer.run(ctx, plan.rest, &f); err != nil {
@@ -280,7 +317,7 @@ func (p *Pipeline) enqueue(ctx context.Context, plan *plan, s *Step) error {
 	}
 	if capture {
 		p.graphs.capture(func() error {
-			// Step.UseAllLayers does the store's part at each launch.
+			// Step.UseAllLayers, or Step.ReadInPlace, does the store's part at each launch.
 			return p.enqueuer.run(ctx, plan.rest, &stepState{step: p.step.ForCapture(), shape: &plan.shape})
 		})
 	}
@@ -299,8 +336,8 @@ func (p *Pipeline) copyBlocks(copies []kvcache.Copy) error {
 }
 
 // launch enqueues a captured step behind its uploads.
-func (p *Pipeline) launch(ctx context.Context, graph device.Graph) error {
-	if p.o.Experts != nil {
+func (p *Pipeline) launch(ctx context.Context, plan *plan, graph device.Graph) error {
+	if p.o.Experts != nil && !plan.inPlace {
 		if err := p.step.UseAllLayers(ctx); err != nil {
 			return err
 		}
@@ -333,6 +370,9 @@ func (p *Pipeline) complete(s *Step) (Result, error) {
 	} else {
 		p.launchPolicy.fail() // the step's tokens are good all the same
 	}
+	if p.plans.anyOffloaded() {
+		p.access.took(p.o.Machine.Now() - p.launchPolicy.start)
+	}
 	if p.o.Experts != nil {
 		p.o.Experts.AddRoutedTokens(p.results.routedTokens())
 	}
@@ -360,6 +400,11 @@ func (p *Pipeline) recover(ctx context.Context, cause error) error {
 			return fmt.Errorf("pipeline: %w: %w", ErrDeviceLost, err)
 		case len(lost) > 0, errors.Is(err, device.ErrCopyFailed):
 			retry = true
+			for _, s := range lost {
+				if p.o.Experts != nil && s != device.Host {
+					p.o.Experts.PeerLost(s, err)
+				}
+			}
 		}
 	}
 	if retry {

@@ -132,7 +132,7 @@ func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options,
 	check(t, err)
 	placement, err := experts.Place(len(layers), c.Experts, fraction)
 	check(t, err)
-	plan, err := experts.NewPlan(experts.Config{Layers: layers, Experts: c.Experts, Layout: extent, Placement: placement})
+	plan, err := experts.NewPlan(experts.Config{Layers: layers, Experts: c.Experts, Layout: extent, Placement: placement, InPlace: o.ExpertAccess == configs.DirectAccess || o.AccessModel.Known()})
 	check(t, err)
 	so := experts.Options{Machine: m, Space: space, Backend: backend, Transfer: engine, Plan: plan}
 	if len(peers) > 0 {
@@ -402,7 +402,7 @@ func TestPlanOfStep(t *testing.T) {
 	}{{0.5, 0, 4}, {0.5, -1, 0}, {0.5, 7, 7}, {0, 0, 0}, {0, 64, 0}} {
 		r := newRig(t, "mixtral", c.fraction, emulated.Options{Virtual: true}, Options{SmallBatchTokens: c.set})
 		for _, tokens := range []int{1, 4, 5, 7, 8, 64} {
-			onDemand := slices.ContainsFunc(r.p.plans.get(tokens).rest, func(a Action) bool { return a.Kind == RouterToHost })
+			onDemand := slices.ContainsFunc(r.p.plans.get(tokens, byCopy).rest, func(a Action) bool { return a.Kind == RouterToHost })
 			if want := tokens <= c.want; onDemand != want {
 				t.Errorf("fraction %v, SmallBatchTokens %d: a step of %d tokens runs on demand: %v, want %v", c.fraction, c.set, tokens, onDemand, want)
 			}

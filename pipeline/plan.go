@@ -293,6 +293,14 @@ func OnDemand(s Shape) []Action {
 	})
 }
 
+// InPlace is the plan of a step of few tokens whose kernels read offloaded experts where they
+// lie: as Layerwise, with nothing to fetch.
+func InPlace(s Shape) []Action {
+	return s.layers(func(p []Action, layer int) []Action {
+		return s.experts(s.attention(append(p, Action{Kind: Resolve, Layer: layer}), layer), layer)
+	})
+}
+
 // SmallBatch returns the maximum number of tokens of a step for which OnDemand is worth its
 // synchronization, for a model that selects topK of a number of experts per token. With more
 // tokens a uniform router would select more than three quarters of a layer's experts, 1 - (1

@@ -45,7 +45,7 @@ func TestPlans(t *testing.T) {
 var named = []struct {
 	name string
 	plan func(Shape) []Action
-}{{"layerwise", Layerwise}, {"on-demand", OnDemand}, {"overlapped-cpu-attention", OverlappedCPUAttention}, {"cgopipe", CGOPipe}}
+}{{"layerwise", Layerwise}, {"on-demand", OnDemand}, {"overlapped-cpu-attention", OverlappedCPUAttention}, {"cgopipe", CGOPipe}, {"in-place", InPlace}}
 
 // TestPlanOrder checks the order of actions that every plan must keep, over many shapes.
 func TestPlanOrder(t *testing.T) {
@@ -57,6 +57,7 @@ func TestPlanOrder(t *testing.T) {
 			for _, s.HostAttention = range []bool{false, true} {
 				checkOrder(t, "on-demand", layers, s)
 				checkOrder(t, "cgopipe", layers, s)
+				checkOrder(t, "in-place", layers, s)
 			}
 			s.HostAttention = true
 			for s.Groups = 1; s.Groups <= min(3, mbs); s.Groups++ {
@@ -202,7 +203,7 @@ func (o *order) slots(name string, s Shape, l int) {
 	}
 	want := 1
 	switch name {
-	case "on-demand":
+	case "on-demand", "in-place":
 		want = 0
 	case "cgopipe":
 		want = s.MicroBatches

@@ -20,15 +20,18 @@ type plans struct {
 
 // planKey identifies a plan of one pipeline.
 type planKey struct {
-	microBatches int
-	onDemand     bool
+	microBatches      int
+	onDemand, inPlace bool
 }
 
 // plan is the actions of a step; the uploads of metadata come first.
 type plan struct {
-	name          string
-	shape         Shape
-	uploads, rest []Action
+	name string
+	// inPlace: kernels read offloaded experts where they lie. graph: the step can be a graph,
+	// since it neither waits nor fetches.
+	inPlace, graph bool
+	shape          Shape
+	uploads, rest  []Action
 }
 
 func newPlans(o *Options) *plans {
@@ -51,22 +54,25 @@ func newPlans(o *Options) *plans {
 // anyOffloaded reports whether some layer has offloaded experts.
 func (p *plans) anyOffloaded() bool { return slices.Contains(p.shape.Offloaded, true) }
 
-// get returns the plan of a step of this many tokens.
-func (p *plans) get(tokens int) *plan {
+// get returns the plan of a step of this many tokens. Only one of a single group can be in place.
+func (p *plans) get(tokens int, a access) *plan {
 	n, _ := p.microBatching.split(tokens)
-	key := planKey{microBatches: n, onDemand: tokens <= p.onDemand}
+	key := planKey{microBatches: n, inPlace: a == inPlace}
+	key.onDemand = !key.inPlace && tokens <= p.onDemand
 	cached, ok := p.cache[key]
 	if ok {
 		return cached
 	}
 	s := p.shape
 	s.MicroBatches, s.Groups = n, min(p.microBatching.groups, n)
-	if key.onDemand {
+	if key.onDemand || key.inPlace {
 		s.Groups = 1
 	}
 	var actions []Action
 	var name string
 	switch {
+	case key.inPlace:
+		name, actions = "in place", InPlace(s)
 	case key.onDemand:
 		name, actions = "on-demand", OnDemand(s)
 	case p.grouping == configs.PerMicroBatch:
@@ -76,7 +82,7 @@ func (p *plans) get(tokens int) *plan {
 	default:
 		name, actions = "layerwise", Layerwise(s)
 	}
-	cached = &plan{name: name, shape: s, uploads: actions[:n], rest: actions[n:]}
+	cached = &plan{name: name, inPlace: key.inPlace, graph: key.inPlace || !p.anyOffloaded(), shape: s, uploads: actions[:n], rest: actions[n:]}
 	p.cache[key] = cached
 	return cached
 }

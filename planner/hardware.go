@@ -57,6 +57,11 @@ type Hardware struct {
 	// PeerToGPU is the rate of copies from all peers together, in bytes/s.
 	PeerToGPU float64 `json:"peer_to_gpu_bytes_per_s"`
 
+	// HostReadRate and PeerReadRate are what kernels read of host and peer memory in place, in
+	// bytes/s; 0: not measured.
+	HostReadRate float64 `json:"host_kernel_read_bytes_per_s,omitempty"`
+	PeerReadRate float64 `json:"peer_kernel_read_bytes_per_s,omitempty"`
+
 	// HostLoadKernelBelow and the others are sizes of a block in bytes: below, a kernel on
 	// HostLoadKernelBlocks thread blocks (0: one per multiprocessor) copies many scattered blocks
 	// faster than the copy engines do; 0: it never does. Loads are copies to the GPU that
@@ -102,6 +107,8 @@ var hardwareFields = []struct {
 	{"peer_memory_bytes", "bytes", true, func(h *Hardware) float64 { return float64(h.PeerMemory) }},
 	{"peer_to_gpu_bytes_per_s", "bytes/s", true, func(h *Hardware) float64 { return h.PeerToGPU }},
 	{"peer_copy_latency_s", "seconds", true, func(h *Hardware) float64 { return h.PeerCopyLatency }},
+	{"host_kernel_read_bytes_per_s", "bytes/s", true, func(h *Hardware) float64 { return h.HostReadRate }},
+	{"peer_kernel_read_bytes_per_s", "bytes/s", true, func(h *Hardware) float64 { return h.PeerReadRate }},
 	{"host_load_kernel_below_bytes", "bytes", true, func(h *Hardware) float64 { return float64(h.HostLoadKernelBelow) }},
 	{"host_store_kernel_below_bytes", "bytes", true, func(h *Hardware) float64 { return float64(h.HostStoreKernelBelow) }},
 	{"peer_load_kernel_below_bytes", "bytes", true, func(h *Hardware) float64 { return float64(h.PeerLoadKernelBelow) }},

@@ -115,6 +115,7 @@ var fieldDocs = map[string]string{
 	"prefetched":               "of the misses, those fetched before the layer needed them",
 	"failed_fetches":           "fetches that failed or were canceled",
 	"fetched_bytes":            "bytes of experts fetched, by the tier they came from",
+	"read_in_place_bytes":      "bytes of the experts that kernels read where they lie, by the tier",
 	"prefetch_predicted":       "prefetches predicted by the next layer's router",
 	"prefetch_used":            "of these, prefetches that the router then selected; over `prefetch_predicted` this is the prefetch accuracy",
 	"promoted":                 "peer copies made",
@@ -511,6 +512,8 @@ var fieldDocs = map[string]string{
 	"round_trip_s":                  "time from a result on the GPU until the host has read it and launched the next kernel",
 	"peer_memory_bytes":             "memory of all peers; 0: no peers",
 	"peer_to_gpu_bytes_per_s":       "rate of copies from all peers together",
+	"host_kernel_read_bytes_per_s":  "rate at which kernels read host memory in place; 0: not measured",
+	"peer_kernel_read_bytes_per_s":  "the same of a peer's memory",
 	"sources":                       "where each figure is from, by field",
 
 	"host_load_kernel_below_bytes":    "block size below which a kernel copies scattered blocks from the host faster than the copy engines; 0: never",

@@ -129,6 +129,11 @@ CUresult ms_host_register(CUcontext ctx, void *p, size_t bytes) {
   return cuMemHostRegister(p, bytes, CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP);
 }
 
+CUresult ms_host_address(CUcontext ctx, void *p, CUdeviceptr *at) {
+  CURRENT(ctx);
+  return cuMemHostGetDevicePointer(at, p, 0);
+}
+
 CUresult ms_host_unregister(CUcontext ctx, void *p) {
   CURRENT(ctx);
   return cuMemHostUnregister(p);

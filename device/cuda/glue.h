@@ -45,6 +45,7 @@ CUresult ms_device_unmap(CUcontext ctx, CUdeviceptr at, size_t bytes);
 CUresult ms_host_alloc(CUcontext ctx, size_t bytes, void **p);
 CUresult ms_host_free(CUcontext ctx, void *p);
 CUresult ms_host_register(CUcontext ctx, void *p, size_t bytes);
+CUresult ms_host_address(CUcontext ctx, void *p, CUdeviceptr *at);
 CUresult ms_host_unregister(CUcontext ctx, void *p);
 /* Writes one byte of every page, so that the kernel brings the pages in. */
 void ms_touch(unsigned char *p, size_t bytes, size_t page);

@@ -11,6 +11,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -89,6 +90,38 @@ func (m *Machine) SpaceOf(a device.Addr) (device.Space, bool) {
 		return 0, false
 	}
 	return mem.space, true
+}
+
+// KernelAddr implements device.Machine. Pinned memory is mapped for all devices when it is
+// allocated, and a GPU's memory for the peers that have access to it.
+func (m *Machine) KernelAddr(reader device.Space, r device.Range) (device.Addr, error) {
+	if err := m.usable("map", reader); err != nil {
+		return 0, err
+	}
+	i, gpu := reader.GPU()
+	mem := m.memory.find(r)
+	if !gpu || mem == nil {
+		return 0, badArgument("map", reader, "%v is in no live allocation, or %s has no kernels", r, reader)
+	}
+	g := m.gpus[i]
+	refused := func(c int) error {
+		e := &device.Error{Op: "map", Space: reader, Detail: fmt.Sprintf("%q on %s", mem.label, mem.space), Err: device.ErrUnreachable}
+		if c != success {
+			e.Code, e.Name = c, errorName(c)
+		}
+		return e
+	}
+	if mem.g != nil {
+		if mem.g != g && !slices.Contains(mem.g.access, C.int(g.dev)) {
+			return 0, refused(success)
+		}
+		return r.Addr, nil
+	}
+	var at C.CUdeviceptr
+	if c := C.ms_host_address(g.context(), unsafe.Pointer(unsafe.SliceData(mem.data)), &at); c != success {
+		return 0, refused(int(c))
+	}
+	return device.Addr(at) + r.Addr - mem.base, nil
 }
 
 // account returns the account that mem counts toward; Machine.mu guards it.

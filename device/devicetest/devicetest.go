@@ -39,6 +39,7 @@ func Run(t *testing.T, open func(t *testing.T) device.Machine) {
 		{"Memory", 1, memory},
 		{"OutOfMemory", 1, outOfMemory},
 		{"Suspend", 1, suspend},
+		{"KernelAddr", 1, kernelAddr},
 		{"CopyAllPairs", 1, copyAllPairs},
 		{"CopyArguments", 1, copyArguments},
 		{"Batches", 1, batches},
@@ -427,6 +428,41 @@ func outOfMemory(s *suite) {
 	if after.Allocated != u.Allocated {
 		s.Errorf("a refused allocation is accounted: %+v", after)
 	}
+}
+
+// kernelAddr: kernels of every GPU read their own memory at its address, and other memory at an
+// address that grows with the range's, or the error says that they cannot.
+func kernelAddr(s *suite) {
+	for i := range s.m.Topology().GPUs {
+		for _, sp := range s.m.Topology().Spaces() {
+			const n = 8 << 20 // of host memory that is not the driver's own
+			mem := s.alloc(sp, n)
+			reader := device.HBM(i)
+			first, err := s.m.KernelAddr(reader, mem.Range(0, n))
+			if sp != reader && errors.Is(err, device.ErrUnreachable) {
+				s.Logf("kernels of %s cannot read %s: %v", reader, sp, err)
+				continue
+			}
+			s.ok(err)
+			if sp == reader && first != mem.Range(0, n).Addr {
+				s.Errorf("%s reads its own memory at %#x, which is at %#x", reader, first, mem.Range(0, n).Addr)
+			}
+			last, err := s.m.KernelAddr(reader, mem.Range(n-256, 256))
+			s.ok(err)
+			if last != first+n-256 {
+				s.Errorf("%s reads %s from %#x, and its last 256 bytes at %#x", reader, sp, first, last)
+			}
+			s.ok(mem.Suspend())
+			_, err = s.m.KernelAddr(reader, mem.Range(0, n))
+			s.wants(err, "map", nil)
+			s.ok(mem.Resume())
+		}
+		_, err := s.m.KernelAddr(device.HBM(i), device.Range{Addr: 256, Bytes: 256})
+		s.wants(err, "map", nil)
+	}
+	mem := s.alloc(device.HBM(0), 256)
+	_, err := s.m.KernelAddr(device.Host, mem.Range(0, 256))
+	s.wants(err, "map", nil)
 }
 
 // suspend: memory that is suspended belongs to others, and has its addresses again when resumed.

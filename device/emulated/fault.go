@@ -142,8 +142,8 @@ func (m *Machine) fault(p Point) *Fault {
 	return nil
 }
 
-// Lose makes GPU i fail permanently: all operations on it, and copies from and to its
-// memory, fail with device.ErrLost. Its Memory objects can still be freed.
+// Lose makes GPU i fail permanently: all operations on it, copies from and to its memory, and
+// Work of other GPUs that accesses its memory, fail with device.ErrLost. Its Memory objects can still be freed.
 func (m *Machine) Lose(i int) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -152,6 +152,7 @@ func (m *Machine) Lose(i int) error {
 		return err
 	}
 	sp.lost = true
+	m.anyLost.Store(true)
 	for _, s := range m.streams {
 		if s.sp == sp {
 			s.wake()

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/moeserve/moeserve/device"
@@ -53,7 +54,9 @@ type Machine struct {
 	calls      uint64
 	candidates []*stream
 	faults     []*Fault
-	check      *checker
+	// anyLost: some GPU was lost.
+	anyLost atomic.Bool
+	check   *checker
 	// undefined: with Options.LikeCUDA, a stream has run on behind a failed wait.
 	undefined bool
 }

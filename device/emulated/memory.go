@@ -163,6 +163,26 @@ func (m *Machine) SpaceOf(a device.Addr) (device.Space, bool) {
 	return mem.space.id, true
 }
 
+// KernelAddr implements device.Machine: all memory is this process's.
+func (m *Machine) KernelAddr(reader device.Space, r device.Range) (device.Addr, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if _, err := m.space("map", reader); err != nil {
+		return 0, err
+	}
+	_, gpu := reader.GPU()
+	mem := m.memory.find(r)
+	if !gpu || mem == nil {
+		return 0, &device.Error{Op: "map", Space: reader, Detail: fmt.Sprintf("%v is in no live allocation, or %s has no kernels", r, reader)}
+	}
+	from := mem.space.id
+	_, path := m.topo.Paths[device.Pair{From: from, To: reader}]
+	if from != reader && (!path || from == device.Host && m.o.HostNotMapped) {
+		return 0, &device.Error{Op: "map", Space: reader, Detail: fmt.Sprintf("%q on %s", mem.label, from), Err: device.ErrUnreachable}
+	}
+	return r.Addr, nil
+}
+
 func roundUp(n, to int64) int64 { return (n + to - 1) / to * to }
 
 func (mem *memory) mmap() error {

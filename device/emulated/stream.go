@@ -709,7 +709,12 @@ func (m *Machine) effect(s *stream) error {
 	if m.check != nil {
 		defer m.check.enter(s, w.Host)()
 	}
-	if err := m.unlocked(w.Run, &s.access); err != nil {
+	s.access.lost = nil
+	err := m.unlocked(w.Run, &s.access)
+	if lost := s.access.lost; lost != nil {
+		return lost.lostErr("launch", fmt.Sprintf("%q on %s reads its memory", w.Name, s))
+	}
+	if err != nil {
 		return &device.Error{Op: "launch", Space: s.sp.id, Detail: fmt.Sprintf("%q on %s", w.Name, s), Err: err}
 	}
 	if s.sp.lost {
@@ -834,6 +839,8 @@ type access struct {
 	// checked machine.
 	deed    *accessRecord
 	written *cell
+	// lost is a lost GPU whose memory the running Work has accessed; nil: none.
+	lost *space
 }
 
 // Read implements device.Access.
@@ -844,10 +851,15 @@ func (a *access) Write(r device.Range) { a.declare(r, true) }
 
 func (a *access) declare(r device.Range, write bool) {
 	m := a.s.m
-	if m.check == nil {
+	if m.check == nil && !m.anyLost.Load() {
 		return
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	m.check.declared(a.s, r, write)
+	if mem := m.memory.find(r); mem != nil && mem.space.lost {
+		a.lost = mem.space
+	}
+	if m.check != nil {
+		m.check.declared(a.s, r, write)
+	}
 }

@@ -65,6 +65,7 @@ var (
 	misses            = metrics.NewDesc("moeserve_expert_misses_total", "Uses of experts that had to be fetched from peer or host memory.")
 	prefetches        = metrics.NewDesc("moeserve_expert_prefetches_total", "Misses whose fetch was started before the layer needed the expert.")
 	fetched           = metrics.NewDesc("moeserve_expert_fetch_bytes_total", "Bytes of experts fetched, by the tier they came from.", "tier")
+	readInPlace       = metrics.NewDesc("moeserve_expert_read_in_place_bytes_total", "Bytes of experts that kernels read where they lie, by the tier.", "tier")
 	tiers             = metrics.NewDesc("moeserve_experts", "Experts by the tier of their nearest copy.", "tier")
 	offloadFraction   = metrics.NewDesc("moeserve_offload_fraction", "Share of the experts that are offloaded (not resident in GPU memory), from 0 to 1.")
 	moves             = metrics.NewDesc("moeserve_expert_moves_total", "Experts promoted to peer memory, demoted or revoked from it, swapped with resident ones, made resident in memory lent by the KV cache, and offloaded from it again.", "move")
@@ -81,6 +82,7 @@ func (e Experts) collect(to *metrics.Sink) {
 	}
 	for _, tier := range []experts.Tier{experts.Peer, experts.Host} {
 		to.Counter(fetched, float64(e.Fetched[tier]), tier.String())
+		to.Counter(readInPlace, float64(e.ReadInPlace[tier]), tier.String())
 	}
 	to.Counter(hits, float64(e.Hits))
 	to.Counter(misses, float64(e.Misses))
@@ -199,17 +201,20 @@ func (h *Harvest) Borrowed() []Borrowed {
 	return from
 }
 
-// Pipeline is how long the compute stream has stalled within steps, by cause, and how many
-// decode steps were captured as CUDA graphs, and launched as one.
+// Pipeline is how long the compute stream has stalled within steps, by cause, how many decode
+// steps were captured as CUDA graphs, and launched as one, and how steps of a model with
+// offloaded experts got at these.
 type Pipeline struct {
 	Stalls pipeline.Stalls
 	Graphs pipeline.GraphStats
+	Steps  pipeline.StepsByAccess
 }
 
 var (
 	stalls   = metrics.NewDesc("moeserve_stall_seconds_total", "Stall time of the compute stream within steps, by cause.", "cause")
 	captures = metrics.NewDesc("moeserve_graph_captures_total", "Decode steps captured as a CUDA graph.")
 	launches = metrics.NewDesc("moeserve_graph_launches_total", "Decode steps launched as a CUDA graph.")
+	steps    = metrics.NewDesc("moeserve_steps_total", "Steps of a model with offloaded experts, by how they got at these: copied to the GPU (copy), or read by kernels where they lie (direct).", "access")
 )
 
 func (p Pipeline) collect(to *metrics.Sink) {
@@ -218,4 +223,6 @@ func (p Pipeline) collect(to *metrics.Sink) {
 	}
 	to.Counter(captures, float64(p.Graphs.Captured))
 	to.Counter(launches, float64(p.Graphs.Launched))
+	to.Counter(steps, float64(p.Steps.Copied), "copy")
+	to.Counter(steps, float64(p.Steps.Direct), "direct")
 }

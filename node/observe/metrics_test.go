@@ -20,7 +20,7 @@ import (
 // The values of all metrics; the golden file of cmd/moeserve has their help and types.
 func TestCollect(t *testing.T) {
 	e := Experts{Tiers: map[experts.Tier]int{experts.Resident: 6, experts.Peer: 1, experts.Host: 1}, ResidentExperts: 6, Stats: experts.Stats{
-		Uses: experts.ByTier{experts.Resident: 5, experts.Peer: 4}, Hits: 21, Misses: 22, Prefetched: 23, Fetched: experts.FetchedBytes{experts.Host: 6},
+		Uses: experts.ByTier{experts.Resident: 5, experts.Peer: 4}, Hits: 21, Misses: 22, Prefetched: 23, Fetched: experts.FetchedBytes{experts.Host: 6}, ReadInPlace: experts.FetchedBytes{experts.Peer: 15},
 		Promoted: 9, Demoted: 2, Revoked: 3, Swapped: 8, MigratedBytes: 10, MadeResident: 13, Offloaded: 14, PrefetchPredicted: 11, PrefetchUsed: 12,
 	}}
 	l := Links{
@@ -32,7 +32,7 @@ func TestCollect(t *testing.T) {
 		Peers:   []harvest.PeerUsage{{Space: device.HBM(1), Used: 13, Free: 14, FreeInSlabs: 1, Draining: 2, Reading: harvest.Reading{OtherProcesses: 3}}},
 		Clients: map[string]harvest.ClientUsage{"kv": {Bytes: 12, Displaced: 7, Revocations: map[harvest.Reason]int64{harvest.ReasonPressure: 15}}},
 	}
-	p := Pipeline{Graphs: pipeline.GraphStats{Captured: 17, Launched: 18}}
+	p := Pipeline{Graphs: pipeline.GraphStats{Captured: 17, Launched: 18}, Steps: pipeline.StepsByAccess{Copied: 19, Direct: 20}}
 	p.Stalls[pipeline.ExpertCopy] = 16.5e9
 	for _, c := range []struct {
 		collector metrics.Collector
@@ -52,6 +52,8 @@ moeserve_expert_moves_total{move="swapped"} 8
 moeserve_expert_prefetch_predicted_total 11
 moeserve_expert_prefetch_used_total 12
 moeserve_expert_prefetches_total 23
+moeserve_expert_read_in_place_bytes_total{tier="host"} 0
+moeserve_expert_read_in_place_bytes_total{tier="peer"} 15
 moeserve_expert_uses_total{tier="cached"} 0
 moeserve_expert_uses_total{tier="host"} 0
 moeserve_expert_uses_total{tier="peer"} 4
@@ -102,6 +104,8 @@ moeserve_stall_seconds_total{cause="kv-copy"} 0
 moeserve_stall_seconds_total{cause="kv-load"} 0
 moeserve_stall_seconds_total{cause="launch-bound"} 0
 moeserve_stall_seconds_total{cause="router-sync"} 0
+moeserve_steps_total{access="copy"} 19
+moeserve_steps_total{access="direct"} 20
 `},
 	} {
 		var text, values strings.Builder

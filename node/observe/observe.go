@@ -78,7 +78,7 @@ func (o *Observer) Memories() (m Memories, err error) {
 
 // Pipeline reads how steps ran.
 func (o *Observer) Pipeline() Pipeline {
-	return Pipeline{Stalls: o.p.Pipeline.Stalls(), Graphs: o.p.Pipeline.Graphs()}
+	return Pipeline{Stalls: o.p.Pipeline.Stalls(), Graphs: o.p.Pipeline.Graphs(), Steps: o.p.Pipeline.StepsByAccess()}
 }
 
 // Harvest reads what is borrowed; nothing without peers.

@@ -38,6 +38,8 @@ type Options struct {
 	CacheLayers int
 	// Dynamic: the set of resident experts may change.
 	Dynamic bool
+	// InPlace: steps of few tokens may read offloaded experts in place.
+	InPlace bool
 	// HostLogits reserves room for the logits of a step.
 	HostLogits bool
 	// Clears: peer memory is borrowed, which is scrubbed before release.
@@ -123,7 +125,7 @@ func (f *Footprint) KV() kvcache.Shape {
 func (f *Footprint) Experts(largest int) experts.Config {
 	return experts.Config{
 		Layers: f.layers, Experts: f.o.Config.Experts, Layout: f.expert,
-		Dynamic: f.o.Dynamic, CacheSlots: f.o.CacheLayers * largest,
+		Dynamic: f.o.Dynamic, InPlace: f.o.InPlace, CacheSlots: f.o.CacheLayers * largest,
 	}
 }
 
@@ -167,7 +169,7 @@ func (f *Footprint) Parts(p *experts.Plan, l forward.Limits, b configs.Batch) (g
 		{Name: "non-expert weights", Bytes: f.o.Layout.Bytes},
 		{Name: "resident experts", Bytes: p.ResidentBytes},
 		{Name: "expert cache", Bytes: p.CacheBytes},
-		{Name: "expert tables", Bytes: device.Align(p.TableBytes)},
+		{Name: "expert tables", Bytes: device.Align(p.TableBytes) + device.Align(p.InPlaceBytes)},
 		{Name: "activations", Bytes: activations},
 		{Name: "per-step metadata buffers", Bytes: metadata},
 	}
@@ -177,7 +179,7 @@ func (f *Footprint) Parts(p *experts.Plan, l forward.Limits, b configs.Batch) (g
 	return gpu, []planner.Part{
 		{Name: "offloaded experts", Bytes: p.HostBytes},
 		{Name: "load staging buffer", Bytes: p.StagingBytes + checkpoint.UploadBytes},
-		{Name: "expert tables", Bytes: device.Align(p.UploadBytes)},
+		{Name: "expert tables", Bytes: device.Align(p.UploadBytes) + device.Align(p.InPlaceBytes)},
 		{Name: "scrub buffer", Bytes: f.scrubBuffer(p.OffloadedExperts)},
 		{Name: "per-step metadata buffers", Bytes: metadata + results},
 		{Name: "CPU attention staging buffer", Bytes: attention},
@@ -241,8 +243,8 @@ func (f *Footprint) Sizes(fixed configs.Batch) (planner.Sizes, error) {
 			activations, metadata, results, attention := f.stepBytes(f.Limits(tokens, sequences), b)
 			return activations + metadata, metadata + results + attention
 		},
-		GPUFixed:  device.Align(none.TableBytes) + f.o.Kernels,
-		HostFixed: device.Align(none.UploadBytes) + checkpoint.UploadBytes + f.hostKV(),
+		GPUFixed:  device.Align(none.TableBytes) + device.Align(none.InPlaceBytes) + f.o.Kernels,
+		HostFixed: device.Align(none.UploadBytes) + device.Align(none.InPlaceBytes) + checkpoint.UploadBytes + f.hostKV(),
 	}, nil
 }
 

@@ -567,562 +567,568 @@ cuMemGetInfo_v2:
 	.balign 16
 cuMemHostAlloc:
 	jmp *driver_table+744(%rip)
+	.globl cuMemHostGetDevicePointer_v2
+	.hidden cuMemHostGetDevicePointer_v2
+	.type cuMemHostGetDevicePointer_v2, %function
+	.balign 16
+cuMemHostGetDevicePointer_v2:
+	jmp *driver_table+752(%rip)
 	.globl cuMemHostRegister_v2
 	.hidden cuMemHostRegister_v2
 	.type cuMemHostRegister_v2, %function
 	.balign 16
 cuMemHostRegister_v2:
-	jmp *driver_table+752(%rip)
+	jmp *driver_table+760(%rip)
 	.globl cuMemHostUnregister
 	.hidden cuMemHostUnregister
 	.type cuMemHostUnregister, %function
 	.balign 16
 cuMemHostUnregister:
-	jmp *driver_table+760(%rip)
+	jmp *driver_table+768(%rip)
 	.globl cuMemMap
 	.hidden cuMemMap
 	.type cuMemMap, %function
 	.balign 16
 cuMemMap:
-	jmp *driver_table+768(%rip)
+	jmp *driver_table+776(%rip)
 	.globl cuMemPrefetchAsync
 	.hidden cuMemPrefetchAsync
 	.type cuMemPrefetchAsync, %function
 	.balign 16
 cuMemPrefetchAsync:
-	jmp *driver_table+776(%rip)
+	jmp *driver_table+784(%rip)
 	.globl cuMemPrefetchAsync_v2
 	.hidden cuMemPrefetchAsync_v2
 	.type cuMemPrefetchAsync_v2, %function
 	.balign 16
 cuMemPrefetchAsync_v2:
-	jmp *driver_table+784(%rip)
+	jmp *driver_table+792(%rip)
 	.globl cuMemRelease
 	.hidden cuMemRelease
 	.type cuMemRelease, %function
 	.balign 16
 cuMemRelease:
-	jmp *driver_table+792(%rip)
+	jmp *driver_table+800(%rip)
 	.globl cuMemSetAccess
 	.hidden cuMemSetAccess
 	.type cuMemSetAccess, %function
 	.balign 16
 cuMemSetAccess:
-	jmp *driver_table+800(%rip)
+	jmp *driver_table+808(%rip)
 	.globl cuMemUnmap
 	.hidden cuMemUnmap
 	.type cuMemUnmap, %function
 	.balign 16
 cuMemUnmap:
-	jmp *driver_table+808(%rip)
+	jmp *driver_table+816(%rip)
 	.globl cuMemcpy
 	.hidden cuMemcpy
 	.type cuMemcpy, %function
 	.balign 16
 cuMemcpy:
-	jmp *driver_table+816(%rip)
+	jmp *driver_table+824(%rip)
 	.globl cuMemcpy2DAsync_v2
 	.hidden cuMemcpy2DAsync_v2
 	.type cuMemcpy2DAsync_v2, %function
 	.balign 16
 cuMemcpy2DAsync_v2:
-	jmp *driver_table+824(%rip)
+	jmp *driver_table+832(%rip)
 	.globl cuMemcpy2DUnaligned_v2
 	.hidden cuMemcpy2DUnaligned_v2
 	.type cuMemcpy2DUnaligned_v2, %function
 	.balign 16
 cuMemcpy2DUnaligned_v2:
-	jmp *driver_table+832(%rip)
+	jmp *driver_table+840(%rip)
 	.globl cuMemcpy2D_v2
 	.hidden cuMemcpy2D_v2
 	.type cuMemcpy2D_v2, %function
 	.balign 16
 cuMemcpy2D_v2:
-	jmp *driver_table+840(%rip)
+	jmp *driver_table+848(%rip)
 	.globl cuMemcpy3DAsync_v2
 	.hidden cuMemcpy3DAsync_v2
 	.type cuMemcpy3DAsync_v2, %function
 	.balign 16
 cuMemcpy3DAsync_v2:
-	jmp *driver_table+848(%rip)
+	jmp *driver_table+856(%rip)
 	.globl cuMemcpy3DPeer
 	.hidden cuMemcpy3DPeer
 	.type cuMemcpy3DPeer, %function
 	.balign 16
 cuMemcpy3DPeer:
-	jmp *driver_table+856(%rip)
+	jmp *driver_table+864(%rip)
 	.globl cuMemcpy3DPeerAsync
 	.hidden cuMemcpy3DPeerAsync
 	.type cuMemcpy3DPeerAsync, %function
 	.balign 16
 cuMemcpy3DPeerAsync:
-	jmp *driver_table+864(%rip)
+	jmp *driver_table+872(%rip)
 	.globl cuMemcpy3D_v2
 	.hidden cuMemcpy3D_v2
 	.type cuMemcpy3D_v2, %function
 	.balign 16
 cuMemcpy3D_v2:
-	jmp *driver_table+872(%rip)
+	jmp *driver_table+880(%rip)
 	.globl cuMemcpyAsync
 	.hidden cuMemcpyAsync
 	.type cuMemcpyAsync, %function
 	.balign 16
 cuMemcpyAsync:
-	jmp *driver_table+880(%rip)
+	jmp *driver_table+888(%rip)
 	.globl cuMemcpyAtoA_v2
 	.hidden cuMemcpyAtoA_v2
 	.type cuMemcpyAtoA_v2, %function
 	.balign 16
 cuMemcpyAtoA_v2:
-	jmp *driver_table+888(%rip)
+	jmp *driver_table+896(%rip)
 	.globl cuMemcpyAtoD_v2
 	.hidden cuMemcpyAtoD_v2
 	.type cuMemcpyAtoD_v2, %function
 	.balign 16
 cuMemcpyAtoD_v2:
-	jmp *driver_table+896(%rip)
+	jmp *driver_table+904(%rip)
 	.globl cuMemcpyAtoHAsync_v2
 	.hidden cuMemcpyAtoHAsync_v2
 	.type cuMemcpyAtoHAsync_v2, %function
 	.balign 16
 cuMemcpyAtoHAsync_v2:
-	jmp *driver_table+904(%rip)
+	jmp *driver_table+912(%rip)
 	.globl cuMemcpyAtoH_v2
 	.hidden cuMemcpyAtoH_v2
 	.type cuMemcpyAtoH_v2, %function
 	.balign 16
 cuMemcpyAtoH_v2:
-	jmp *driver_table+912(%rip)
+	jmp *driver_table+920(%rip)
 	.globl cuMemcpyDtoA_v2
 	.hidden cuMemcpyDtoA_v2
 	.type cuMemcpyDtoA_v2, %function
 	.balign 16
 cuMemcpyDtoA_v2:
-	jmp *driver_table+920(%rip)
+	jmp *driver_table+928(%rip)
 	.globl cuMemcpyDtoDAsync_v2
 	.hidden cuMemcpyDtoDAsync_v2
 	.type cuMemcpyDtoDAsync_v2, %function
 	.balign 16
 cuMemcpyDtoDAsync_v2:
-	jmp *driver_table+928(%rip)
+	jmp *driver_table+936(%rip)
 	.globl cuMemcpyDtoD_v2
 	.hidden cuMemcpyDtoD_v2
 	.type cuMemcpyDtoD_v2, %function
 	.balign 16
 cuMemcpyDtoD_v2:
-	jmp *driver_table+936(%rip)
+	jmp *driver_table+944(%rip)
 	.globl cuMemcpyDtoHAsync_v2
 	.hidden cuMemcpyDtoHAsync_v2
 	.type cuMemcpyDtoHAsync_v2, %function
 	.balign 16
 cuMemcpyDtoHAsync_v2:
-	jmp *driver_table+944(%rip)
+	jmp *driver_table+952(%rip)
 	.globl cuMemcpyDtoH_v2
 	.hidden cuMemcpyDtoH_v2
 	.type cuMemcpyDtoH_v2, %function
 	.balign 16
 cuMemcpyDtoH_v2:
-	jmp *driver_table+952(%rip)
+	jmp *driver_table+960(%rip)
 	.globl cuMemcpyHtoAAsync_v2
 	.hidden cuMemcpyHtoAAsync_v2
 	.type cuMemcpyHtoAAsync_v2, %function
 	.balign 16
 cuMemcpyHtoAAsync_v2:
-	jmp *driver_table+960(%rip)
+	jmp *driver_table+968(%rip)
 	.globl cuMemcpyHtoA_v2
 	.hidden cuMemcpyHtoA_v2
 	.type cuMemcpyHtoA_v2, %function
 	.balign 16
 cuMemcpyHtoA_v2:
-	jmp *driver_table+968(%rip)
+	jmp *driver_table+976(%rip)
 	.globl cuMemcpyHtoDAsync_v2
 	.hidden cuMemcpyHtoDAsync_v2
 	.type cuMemcpyHtoDAsync_v2, %function
 	.balign 16
 cuMemcpyHtoDAsync_v2:
-	jmp *driver_table+976(%rip)
+	jmp *driver_table+984(%rip)
 	.globl cuMemcpyHtoD_v2
 	.hidden cuMemcpyHtoD_v2
 	.type cuMemcpyHtoD_v2, %function
 	.balign 16
 cuMemcpyHtoD_v2:
-	jmp *driver_table+984(%rip)
+	jmp *driver_table+992(%rip)
 	.globl cuMemcpyPeer
 	.hidden cuMemcpyPeer
 	.type cuMemcpyPeer, %function
 	.balign 16
 cuMemcpyPeer:
-	jmp *driver_table+992(%rip)
+	jmp *driver_table+1000(%rip)
 	.globl cuMemcpyPeerAsync
 	.hidden cuMemcpyPeerAsync
 	.type cuMemcpyPeerAsync, %function
 	.balign 16
 cuMemcpyPeerAsync:
-	jmp *driver_table+1000(%rip)
+	jmp *driver_table+1008(%rip)
 	.globl cuMemsetD16Async
 	.hidden cuMemsetD16Async
 	.type cuMemsetD16Async, %function
 	.balign 16
 cuMemsetD16Async:
-	jmp *driver_table+1008(%rip)
+	jmp *driver_table+1016(%rip)
 	.globl cuMemsetD16_v2
 	.hidden cuMemsetD16_v2
 	.type cuMemsetD16_v2, %function
 	.balign 16
 cuMemsetD16_v2:
-	jmp *driver_table+1016(%rip)
+	jmp *driver_table+1024(%rip)
 	.globl cuMemsetD2D16Async
 	.hidden cuMemsetD2D16Async
 	.type cuMemsetD2D16Async, %function
 	.balign 16
 cuMemsetD2D16Async:
-	jmp *driver_table+1024(%rip)
+	jmp *driver_table+1032(%rip)
 	.globl cuMemsetD2D16_v2
 	.hidden cuMemsetD2D16_v2
 	.type cuMemsetD2D16_v2, %function
 	.balign 16
 cuMemsetD2D16_v2:
-	jmp *driver_table+1032(%rip)
+	jmp *driver_table+1040(%rip)
 	.globl cuMemsetD2D32Async
 	.hidden cuMemsetD2D32Async
 	.type cuMemsetD2D32Async, %function
 	.balign 16
 cuMemsetD2D32Async:
-	jmp *driver_table+1040(%rip)
+	jmp *driver_table+1048(%rip)
 	.globl cuMemsetD2D32_v2
 	.hidden cuMemsetD2D32_v2
 	.type cuMemsetD2D32_v2, %function
 	.balign 16
 cuMemsetD2D32_v2:
-	jmp *driver_table+1048(%rip)
+	jmp *driver_table+1056(%rip)
 	.globl cuMemsetD2D8Async
 	.hidden cuMemsetD2D8Async
 	.type cuMemsetD2D8Async, %function
 	.balign 16
 cuMemsetD2D8Async:
-	jmp *driver_table+1056(%rip)
+	jmp *driver_table+1064(%rip)
 	.globl cuMemsetD2D8_v2
 	.hidden cuMemsetD2D8_v2
 	.type cuMemsetD2D8_v2, %function
 	.balign 16
 cuMemsetD2D8_v2:
-	jmp *driver_table+1064(%rip)
+	jmp *driver_table+1072(%rip)
 	.globl cuMemsetD32Async
 	.hidden cuMemsetD32Async
 	.type cuMemsetD32Async, %function
 	.balign 16
 cuMemsetD32Async:
-	jmp *driver_table+1072(%rip)
+	jmp *driver_table+1080(%rip)
 	.globl cuMemsetD32_v2
 	.hidden cuMemsetD32_v2
 	.type cuMemsetD32_v2, %function
 	.balign 16
 cuMemsetD32_v2:
-	jmp *driver_table+1080(%rip)
+	jmp *driver_table+1088(%rip)
 	.globl cuMemsetD8Async
 	.hidden cuMemsetD8Async
 	.type cuMemsetD8Async, %function
 	.balign 16
 cuMemsetD8Async:
-	jmp *driver_table+1088(%rip)
+	jmp *driver_table+1096(%rip)
 	.globl cuMemsetD8_v2
 	.hidden cuMemsetD8_v2
 	.type cuMemsetD8_v2, %function
 	.balign 16
 cuMemsetD8_v2:
-	jmp *driver_table+1096(%rip)
+	jmp *driver_table+1104(%rip)
 	.globl cuModuleGetFunction
 	.hidden cuModuleGetFunction
 	.type cuModuleGetFunction, %function
 	.balign 16
 cuModuleGetFunction:
-	jmp *driver_table+1104(%rip)
+	jmp *driver_table+1112(%rip)
 	.globl cuModuleGetGlobal_v2
 	.hidden cuModuleGetGlobal_v2
 	.type cuModuleGetGlobal_v2, %function
 	.balign 16
 cuModuleGetGlobal_v2:
-	jmp *driver_table+1112(%rip)
+	jmp *driver_table+1120(%rip)
 	.globl cuModuleGetSurfRef
 	.hidden cuModuleGetSurfRef
 	.type cuModuleGetSurfRef, %function
 	.balign 16
 cuModuleGetSurfRef:
-	jmp *driver_table+1120(%rip)
+	jmp *driver_table+1128(%rip)
 	.globl cuModuleGetTexRef
 	.hidden cuModuleGetTexRef
 	.type cuModuleGetTexRef, %function
 	.balign 16
 cuModuleGetTexRef:
-	jmp *driver_table+1128(%rip)
+	jmp *driver_table+1136(%rip)
 	.globl cuModuleLoad
 	.hidden cuModuleLoad
 	.type cuModuleLoad, %function
 	.balign 16
 cuModuleLoad:
-	jmp *driver_table+1136(%rip)
+	jmp *driver_table+1144(%rip)
 	.globl cuModuleLoadData
 	.hidden cuModuleLoadData
 	.type cuModuleLoadData, %function
 	.balign 16
 cuModuleLoadData:
-	jmp *driver_table+1144(%rip)
+	jmp *driver_table+1152(%rip)
 	.globl cuModuleLoadDataEx
 	.hidden cuModuleLoadDataEx
 	.type cuModuleLoadDataEx, %function
 	.balign 16
 cuModuleLoadDataEx:
-	jmp *driver_table+1152(%rip)
+	jmp *driver_table+1160(%rip)
 	.globl cuModuleLoadFatBinary
 	.hidden cuModuleLoadFatBinary
 	.type cuModuleLoadFatBinary, %function
 	.balign 16
 cuModuleLoadFatBinary:
-	jmp *driver_table+1160(%rip)
+	jmp *driver_table+1168(%rip)
 	.globl cuModuleUnload
 	.hidden cuModuleUnload
 	.type cuModuleUnload, %function
 	.balign 16
 cuModuleUnload:
-	jmp *driver_table+1168(%rip)
+	jmp *driver_table+1176(%rip)
 	.globl cuOccupancyMaxActiveBlocksPerMultiprocessor
 	.hidden cuOccupancyMaxActiveBlocksPerMultiprocessor
 	.type cuOccupancyMaxActiveBlocksPerMultiprocessor, %function
 	.balign 16
 cuOccupancyMaxActiveBlocksPerMultiprocessor:
-	jmp *driver_table+1176(%rip)
+	jmp *driver_table+1184(%rip)
 	.globl cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags
 	.hidden cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags
 	.type cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, %function
 	.balign 16
 cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags:
-	jmp *driver_table+1184(%rip)
+	jmp *driver_table+1192(%rip)
 	.globl cuPointerGetAttribute
 	.hidden cuPointerGetAttribute
 	.type cuPointerGetAttribute, %function
 	.balign 16
 cuPointerGetAttribute:
-	jmp *driver_table+1192(%rip)
+	jmp *driver_table+1200(%rip)
 	.globl cuPointerSetAttribute
 	.hidden cuPointerSetAttribute
 	.type cuPointerSetAttribute, %function
 	.balign 16
 cuPointerSetAttribute:
-	jmp *driver_table+1200(%rip)
+	jmp *driver_table+1208(%rip)
 	.globl cuStreamAttachMemAsync
 	.hidden cuStreamAttachMemAsync
 	.type cuStreamAttachMemAsync, %function
 	.balign 16
 cuStreamAttachMemAsync:
-	jmp *driver_table+1208(%rip)
+	jmp *driver_table+1216(%rip)
 	.globl cuStreamBeginCapture_v2
 	.hidden cuStreamBeginCapture_v2
 	.type cuStreamBeginCapture_v2, %function
 	.balign 16
 cuStreamBeginCapture_v2:
-	jmp *driver_table+1216(%rip)
+	jmp *driver_table+1224(%rip)
 	.globl cuStreamCreate
 	.hidden cuStreamCreate
 	.type cuStreamCreate, %function
 	.balign 16
 cuStreamCreate:
-	jmp *driver_table+1224(%rip)
+	jmp *driver_table+1232(%rip)
 	.globl cuStreamCreateWithPriority
 	.hidden cuStreamCreateWithPriority
 	.type cuStreamCreateWithPriority, %function
 	.balign 16
 cuStreamCreateWithPriority:
-	jmp *driver_table+1232(%rip)
+	jmp *driver_table+1240(%rip)
 	.globl cuStreamDestroy_v2
 	.hidden cuStreamDestroy_v2
 	.type cuStreamDestroy_v2, %function
 	.balign 16
 cuStreamDestroy_v2:
-	jmp *driver_table+1240(%rip)
+	jmp *driver_table+1248(%rip)
 	.globl cuStreamEndCapture
 	.hidden cuStreamEndCapture
 	.type cuStreamEndCapture, %function
 	.balign 16
 cuStreamEndCapture:
-	jmp *driver_table+1248(%rip)
+	jmp *driver_table+1256(%rip)
 	.globl cuStreamGetFlags
 	.hidden cuStreamGetFlags
 	.type cuStreamGetFlags, %function
 	.balign 16
 cuStreamGetFlags:
-	jmp *driver_table+1256(%rip)
+	jmp *driver_table+1264(%rip)
 	.globl cuStreamGetPriority
 	.hidden cuStreamGetPriority
 	.type cuStreamGetPriority, %function
 	.balign 16
 cuStreamGetPriority:
-	jmp *driver_table+1264(%rip)
+	jmp *driver_table+1272(%rip)
 	.globl cuStreamQuery
 	.hidden cuStreamQuery
 	.type cuStreamQuery, %function
 	.balign 16
 cuStreamQuery:
-	jmp *driver_table+1272(%rip)
+	jmp *driver_table+1280(%rip)
 	.globl cuStreamSynchronize
 	.hidden cuStreamSynchronize
 	.type cuStreamSynchronize, %function
 	.balign 16
 cuStreamSynchronize:
-	jmp *driver_table+1280(%rip)
+	jmp *driver_table+1288(%rip)
 	.globl cuStreamWaitEvent
 	.hidden cuStreamWaitEvent
 	.type cuStreamWaitEvent, %function
 	.balign 16
 cuStreamWaitEvent:
-	jmp *driver_table+1288(%rip)
+	jmp *driver_table+1296(%rip)
 	.globl cuStreamWaitValue32_v2
 	.hidden cuStreamWaitValue32_v2
 	.type cuStreamWaitValue32_v2, %function
 	.balign 16
 cuStreamWaitValue32_v2:
-	jmp *driver_table+1296(%rip)
+	jmp *driver_table+1304(%rip)
 	.globl cuStreamWriteValue32_v2
 	.hidden cuStreamWriteValue32_v2
 	.type cuStreamWriteValue32_v2, %function
 	.balign 16
 cuStreamWriteValue32_v2:
-	jmp *driver_table+1304(%rip)
+	jmp *driver_table+1312(%rip)
 	.globl cuSurfRefGetArray
 	.hidden cuSurfRefGetArray
 	.type cuSurfRefGetArray, %function
 	.balign 16
 cuSurfRefGetArray:
-	jmp *driver_table+1312(%rip)
+	jmp *driver_table+1320(%rip)
 	.globl cuSurfRefSetArray
 	.hidden cuSurfRefSetArray
 	.type cuSurfRefSetArray, %function
 	.balign 16
 cuSurfRefSetArray:
-	jmp *driver_table+1320(%rip)
+	jmp *driver_table+1328(%rip)
 	.globl cuTensorMapEncodeTiled
 	.hidden cuTensorMapEncodeTiled
 	.type cuTensorMapEncodeTiled, %function
 	.balign 16
 cuTensorMapEncodeTiled:
-	jmp *driver_table+1328(%rip)
+	jmp *driver_table+1336(%rip)
 	.globl cuTexRefGetAddressMode
 	.hidden cuTexRefGetAddressMode
 	.type cuTexRefGetAddressMode, %function
 	.balign 16
 cuTexRefGetAddressMode:
-	jmp *driver_table+1336(%rip)
+	jmp *driver_table+1344(%rip)
 	.globl cuTexRefGetAddress_v2
 	.hidden cuTexRefGetAddress_v2
 	.type cuTexRefGetAddress_v2, %function
 	.balign 16
 cuTexRefGetAddress_v2:
-	jmp *driver_table+1344(%rip)
+	jmp *driver_table+1352(%rip)
 	.globl cuTexRefGetArray
 	.hidden cuTexRefGetArray
 	.type cuTexRefGetArray, %function
 	.balign 16
 cuTexRefGetArray:
-	jmp *driver_table+1352(%rip)
+	jmp *driver_table+1360(%rip)
 	.globl cuTexRefGetBorderColor
 	.hidden cuTexRefGetBorderColor
 	.type cuTexRefGetBorderColor, %function
 	.balign 16
 cuTexRefGetBorderColor:
-	jmp *driver_table+1360(%rip)
+	jmp *driver_table+1368(%rip)
 	.globl cuTexRefGetFilterMode
 	.hidden cuTexRefGetFilterMode
 	.type cuTexRefGetFilterMode, %function
 	.balign 16
 cuTexRefGetFilterMode:
-	jmp *driver_table+1368(%rip)
+	jmp *driver_table+1376(%rip)
 	.globl cuTexRefGetFlags
 	.hidden cuTexRefGetFlags
 	.type cuTexRefGetFlags, %function
 	.balign 16
 cuTexRefGetFlags:
-	jmp *driver_table+1376(%rip)
+	jmp *driver_table+1384(%rip)
 	.globl cuTexRefGetFormat
 	.hidden cuTexRefGetFormat
 	.type cuTexRefGetFormat, %function
 	.balign 16
 cuTexRefGetFormat:
-	jmp *driver_table+1384(%rip)
+	jmp *driver_table+1392(%rip)
 	.globl cuTexRefGetMaxAnisotropy
 	.hidden cuTexRefGetMaxAnisotropy
 	.type cuTexRefGetMaxAnisotropy, %function
 	.balign 16
 cuTexRefGetMaxAnisotropy:
-	jmp *driver_table+1392(%rip)
+	jmp *driver_table+1400(%rip)
 	.globl cuTexRefSetAddress2D_v3
 	.hidden cuTexRefSetAddress2D_v3
 	.type cuTexRefSetAddress2D_v3, %function
 	.balign 16
 cuTexRefSetAddress2D_v3:
-	jmp *driver_table+1400(%rip)
+	jmp *driver_table+1408(%rip)
 	.globl cuTexRefSetAddressMode
 	.hidden cuTexRefSetAddressMode
 	.type cuTexRefSetAddressMode, %function
 	.balign 16
 cuTexRefSetAddressMode:
-	jmp *driver_table+1408(%rip)
+	jmp *driver_table+1416(%rip)
 	.globl cuTexRefSetAddress_v2
 	.hidden cuTexRefSetAddress_v2
 	.type cuTexRefSetAddress_v2, %function
 	.balign 16
 cuTexRefSetAddress_v2:
-	jmp *driver_table+1416(%rip)
+	jmp *driver_table+1424(%rip)
 	.globl cuTexRefSetArray
 	.hidden cuTexRefSetArray
 	.type cuTexRefSetArray, %function
 	.balign 16
 cuTexRefSetArray:
-	jmp *driver_table+1424(%rip)
+	jmp *driver_table+1432(%rip)
 	.globl cuTexRefSetBorderColor
 	.hidden cuTexRefSetBorderColor
 	.type cuTexRefSetBorderColor, %function
 	.balign 16
 cuTexRefSetBorderColor:
-	jmp *driver_table+1432(%rip)
+	jmp *driver_table+1440(%rip)
 	.globl cuTexRefSetFilterMode
 	.hidden cuTexRefSetFilterMode
 	.type cuTexRefSetFilterMode, %function
 	.balign 16
 cuTexRefSetFilterMode:
-	jmp *driver_table+1440(%rip)
+	jmp *driver_table+1448(%rip)
 	.globl cuTexRefSetFlags
 	.hidden cuTexRefSetFlags
 	.type cuTexRefSetFlags, %function
 	.balign 16
 cuTexRefSetFlags:
-	jmp *driver_table+1448(%rip)
+	jmp *driver_table+1456(%rip)
 	.globl cuTexRefSetFormat
 	.hidden cuTexRefSetFormat
 	.type cuTexRefSetFormat, %function
 	.balign 16
 cuTexRefSetFormat:
-	jmp *driver_table+1456(%rip)
+	jmp *driver_table+1464(%rip)
 	.globl cuTexRefSetMaxAnisotropy
 	.hidden cuTexRefSetMaxAnisotropy
 	.type cuTexRefSetMaxAnisotropy, %function
 	.balign 16
 cuTexRefSetMaxAnisotropy:
-	jmp *driver_table+1464(%rip)
+	jmp *driver_table+1472(%rip)
 	.globl cuTexRefSetMipmapFilterMode
 	.hidden cuTexRefSetMipmapFilterMode
 	.type cuTexRefSetMipmapFilterMode, %function
 	.balign 16
 cuTexRefSetMipmapFilterMode:
-	jmp *driver_table+1472(%rip)
+	jmp *driver_table+1480(%rip)
 	.globl cuTexRefSetMipmapLevelBias
 	.hidden cuTexRefSetMipmapLevelBias
 	.type cuTexRefSetMipmapLevelBias, %function
 	.balign 16
 cuTexRefSetMipmapLevelBias:
-	jmp *driver_table+1480(%rip)
+	jmp *driver_table+1488(%rip)
 	.globl cuTexRefSetMipmapLevelClamp
 	.hidden cuTexRefSetMipmapLevelClamp
 	.type cuTexRefSetMipmapLevelClamp, %function
 	.balign 16
 cuTexRefSetMipmapLevelClamp:
-	jmp *driver_table+1488(%rip)
+	jmp *driver_table+1496(%rip)
 	.section .note.GNU-stack,"",%progbits

@@ -755,748 +755,756 @@ cuMemHostAlloc:
 	adrp x16, driver_table+744
 	ldr x16, [x16, :lo12:driver_table+744]
 	br x16
+	.globl cuMemHostGetDevicePointer_v2
+	.hidden cuMemHostGetDevicePointer_v2
+	.type cuMemHostGetDevicePointer_v2, %function
+	.balign 16
+cuMemHostGetDevicePointer_v2:
+	adrp x16, driver_table+752
+	ldr x16, [x16, :lo12:driver_table+752]
+	br x16
 	.globl cuMemHostRegister_v2
 	.hidden cuMemHostRegister_v2
 	.type cuMemHostRegister_v2, %function
 	.balign 16
 cuMemHostRegister_v2:
-	adrp x16, driver_table+752
-	ldr x16, [x16, :lo12:driver_table+752]
+	adrp x16, driver_table+760
+	ldr x16, [x16, :lo12:driver_table+760]
 	br x16
 	.globl cuMemHostUnregister
 	.hidden cuMemHostUnregister
 	.type cuMemHostUnregister, %function
 	.balign 16
 cuMemHostUnregister:
-	adrp x16, driver_table+760
-	ldr x16, [x16, :lo12:driver_table+760]
+	adrp x16, driver_table+768
+	ldr x16, [x16, :lo12:driver_table+768]
 	br x16
 	.globl cuMemMap
 	.hidden cuMemMap
 	.type cuMemMap, %function
 	.balign 16
 cuMemMap:
-	adrp x16, driver_table+768
-	ldr x16, [x16, :lo12:driver_table+768]
+	adrp x16, driver_table+776
+	ldr x16, [x16, :lo12:driver_table+776]
 	br x16
 	.globl cuMemPrefetchAsync
 	.hidden cuMemPrefetchAsync
 	.type cuMemPrefetchAsync, %function
 	.balign 16
 cuMemPrefetchAsync:
-	adrp x16, driver_table+776
-	ldr x16, [x16, :lo12:driver_table+776]
+	adrp x16, driver_table+784
+	ldr x16, [x16, :lo12:driver_table+784]
 	br x16
 	.globl cuMemPrefetchAsync_v2
 	.hidden cuMemPrefetchAsync_v2
 	.type cuMemPrefetchAsync_v2, %function
 	.balign 16
 cuMemPrefetchAsync_v2:
-	adrp x16, driver_table+784
-	ldr x16, [x16, :lo12:driver_table+784]
+	adrp x16, driver_table+792
+	ldr x16, [x16, :lo12:driver_table+792]
 	br x16
 	.globl cuMemRelease
 	.hidden cuMemRelease
 	.type cuMemRelease, %function
 	.balign 16
 cuMemRelease:
-	adrp x16, driver_table+792
-	ldr x16, [x16, :lo12:driver_table+792]
+	adrp x16, driver_table+800
+	ldr x16, [x16, :lo12:driver_table+800]
 	br x16
 	.globl cuMemSetAccess
 	.hidden cuMemSetAccess
 	.type cuMemSetAccess, %function
 	.balign 16
 cuMemSetAccess:
-	adrp x16, driver_table+800
-	ldr x16, [x16, :lo12:driver_table+800]
+	adrp x16, driver_table+808
+	ldr x16, [x16, :lo12:driver_table+808]
 	br x16
 	.globl cuMemUnmap
 	.hidden cuMemUnmap
 	.type cuMemUnmap, %function
 	.balign 16
 cuMemUnmap:
-	adrp x16, driver_table+808
-	ldr x16, [x16, :lo12:driver_table+808]
+	adrp x16, driver_table+816
+	ldr x16, [x16, :lo12:driver_table+816]
 	br x16
 	.globl cuMemcpy
 	.hidden cuMemcpy
 	.type cuMemcpy, %function
 	.balign 16
 cuMemcpy:
-	adrp x16, driver_table+816
-	ldr x16, [x16, :lo12:driver_table+816]
+	adrp x16, driver_table+824
+	ldr x16, [x16, :lo12:driver_table+824]
 	br x16
 	.globl cuMemcpy2DAsync_v2
 	.hidden cuMemcpy2DAsync_v2
 	.type cuMemcpy2DAsync_v2, %function
 	.balign 16
 cuMemcpy2DAsync_v2:
-	adrp x16, driver_table+824
-	ldr x16, [x16, :lo12:driver_table+824]
+	adrp x16, driver_table+832
+	ldr x16, [x16, :lo12:driver_table+832]
 	br x16
 	.globl cuMemcpy2DUnaligned_v2
 	.hidden cuMemcpy2DUnaligned_v2
 	.type cuMemcpy2DUnaligned_v2, %function
 	.balign 16
 cuMemcpy2DUnaligned_v2:
-	adrp x16, driver_table+832
-	ldr x16, [x16, :lo12:driver_table+832]
+	adrp x16, driver_table+840
+	ldr x16, [x16, :lo12:driver_table+840]
 	br x16
 	.globl cuMemcpy2D_v2
 	.hidden cuMemcpy2D_v2
 	.type cuMemcpy2D_v2, %function
 	.balign 16
 cuMemcpy2D_v2:
-	adrp x16, driver_table+840
-	ldr x16, [x16, :lo12:driver_table+840]
+	adrp x16, driver_table+848
+	ldr x16, [x16, :lo12:driver_table+848]
 	br x16
 	.globl cuMemcpy3DAsync_v2
 	.hidden cuMemcpy3DAsync_v2
 	.type cuMemcpy3DAsync_v2, %function
 	.balign 16
 cuMemcpy3DAsync_v2:
-	adrp x16, driver_table+848
-	ldr x16, [x16, :lo12:driver_table+848]
+	adrp x16, driver_table+856
+	ldr x16, [x16, :lo12:driver_table+856]
 	br x16
 	.globl cuMemcpy3DPeer
 	.hidden cuMemcpy3DPeer
 	.type cuMemcpy3DPeer, %function
 	.balign 16
 cuMemcpy3DPeer:
-	adrp x16, driver_table+856
-	ldr x16, [x16, :lo12:driver_table+856]
+	adrp x16, driver_table+864
+	ldr x16, [x16, :lo12:driver_table+864]
 	br x16
 	.globl cuMemcpy3DPeerAsync
 	.hidden cuMemcpy3DPeerAsync
 	.type cuMemcpy3DPeerAsync, %function
 	.balign 16
 cuMemcpy3DPeerAsync:
-	adrp x16, driver_table+864
-	ldr x16, [x16, :lo12:driver_table+864]
+	adrp x16, driver_table+872
+	ldr x16, [x16, :lo12:driver_table+872]
 	br x16
 	.globl cuMemcpy3D_v2
 	.hidden cuMemcpy3D_v2
 	.type cuMemcpy3D_v2, %function
 	.balign 16
 cuMemcpy3D_v2:
-	adrp x16, driver_table+872
-	ldr x16, [x16, :lo12:driver_table+872]
+	adrp x16, driver_table+880
+	ldr x16, [x16, :lo12:driver_table+880]
 	br x16
 	.globl cuMemcpyAsync
 	.hidden cuMemcpyAsync
 	.type cuMemcpyAsync, %function
 	.balign 16
 cuMemcpyAsync:
-	adrp x16, driver_table+880
-	ldr x16, [x16, :lo12:driver_table+880]
+	adrp x16, driver_table+888
+	ldr x16, [x16, :lo12:driver_table+888]
 	br x16
 	.globl cuMemcpyAtoA_v2
 	.hidden cuMemcpyAtoA_v2
 	.type cuMemcpyAtoA_v2, %function
 	.balign 16
 cuMemcpyAtoA_v2:
-	adrp x16, driver_table+888
-	ldr x16, [x16, :lo12:driver_table+888]
+	adrp x16, driver_table+896
+	ldr x16, [x16, :lo12:driver_table+896]
 	br x16
 	.globl cuMemcpyAtoD_v2
 	.hidden cuMemcpyAtoD_v2
 	.type cuMemcpyAtoD_v2, %function
 	.balign 16
 cuMemcpyAtoD_v2:
-	adrp x16, driver_table+896
-	ldr x16, [x16, :lo12:driver_table+896]
+	adrp x16, driver_table+904
+	ldr x16, [x16, :lo12:driver_table+904]
 	br x16
 	.globl cuMemcpyAtoHAsync_v2
 	.hidden cuMemcpyAtoHAsync_v2
 	.type cuMemcpyAtoHAsync_v2, %function
 	.balign 16
 cuMemcpyAtoHAsync_v2:
-	adrp x16, driver_table+904
-	ldr x16, [x16, :lo12:driver_table+904]
+	adrp x16, driver_table+912
+	ldr x16, [x16, :lo12:driver_table+912]
 	br x16
 	.globl cuMemcpyAtoH_v2
 	.hidden cuMemcpyAtoH_v2
 	.type cuMemcpyAtoH_v2, %function
 	.balign 16
 cuMemcpyAtoH_v2:
-	adrp x16, driver_table+912
-	ldr x16, [x16, :lo12:driver_table+912]
+	adrp x16, driver_table+920
+	ldr x16, [x16, :lo12:driver_table+920]
 	br x16
 	.globl cuMemcpyDtoA_v2
 	.hidden cuMemcpyDtoA_v2
 	.type cuMemcpyDtoA_v2, %function
 	.balign 16
 cuMemcpyDtoA_v2:
-	adrp x16, driver_table+920
-	ldr x16, [x16, :lo12:driver_table+920]
+	adrp x16, driver_table+928
+	ldr x16, [x16, :lo12:driver_table+928]
 	br x16
 	.globl cuMemcpyDtoDAsync_v2
 	.hidden cuMemcpyDtoDAsync_v2
 	.type cuMemcpyDtoDAsync_v2, %function
 	.balign 16
 cuMemcpyDtoDAsync_v2:
-	adrp x16, driver_table+928
-	ldr x16, [x16, :lo12:driver_table+928]
+	adrp x16, driver_table+936
+	ldr x16, [x16, :lo12:driver_table+936]
 	br x16
 	.globl cuMemcpyDtoD_v2
 	.hidden cuMemcpyDtoD_v2
 	.type cuMemcpyDtoD_v2, %function
 	.balign 16
 cuMemcpyDtoD_v2:
-	adrp x16, driver_table+936
-	ldr x16, [x16, :lo12:driver_table+936]
+	adrp x16, driver_table+944
+	ldr x16, [x16, :lo12:driver_table+944]
 	br x16
 	.globl cuMemcpyDtoHAsync_v2
 	.hidden cuMemcpyDtoHAsync_v2
 	.type cuMemcpyDtoHAsync_v2, %function
 	.balign 16
 cuMemcpyDtoHAsync_v2:
-	adrp x16, driver_table+944
-	ldr x16, [x16, :lo12:driver_table+944]
+	adrp x16, driver_table+952
+	ldr x16, [x16, :lo12:driver_table+952]
 	br x16
 	.globl cuMemcpyDtoH_v2
 	.hidden cuMemcpyDtoH_v2
 	.type cuMemcpyDtoH_v2, %function
 	.balign 16
 cuMemcpyDtoH_v2:
-	adrp x16, driver_table+952
-	ldr x16, [x16, :lo12:driver_table+952]
+	adrp x16, driver_table+960
+	ldr x16, [x16, :lo12:driver_table+960]
 	br x16
 	.globl cuMemcpyHtoAAsync_v2
 	.hidden cuMemcpyHtoAAsync_v2
 	.type cuMemcpyHtoAAsync_v2, %function
 	.balign 16
 cuMemcpyHtoAAsync_v2:
-	adrp x16, driver_table+960
-	ldr x16, [x16, :lo12:driver_table+960]
+	adrp x16, driver_table+968
+	ldr x16, [x16, :lo12:driver_table+968]
 	br x16
 	.globl cuMemcpyHtoA_v2
 	.hidden cuMemcpyHtoA_v2
 	.type cuMemcpyHtoA_v2, %function
 	.balign 16
 cuMemcpyHtoA_v2:
-	adrp x16, driver_table+968
-	ldr x16, [x16, :lo12:driver_table+968]
+	adrp x16, driver_table+976
+	ldr x16, [x16, :lo12:driver_table+976]
 	br x16
 	.globl cuMemcpyHtoDAsync_v2
 	.hidden cuMemcpyHtoDAsync_v2
 	.type cuMemcpyHtoDAsync_v2, %function
 	.balign 16
 cuMemcpyHtoDAsync_v2:
-	adrp x16, driver_table+976
-	ldr x16, [x16, :lo12:driver_table+976]
+	adrp x16, driver_table+984
+	ldr x16, [x16, :lo12:driver_table+984]
 	br x16
 	.globl cuMemcpyHtoD_v2
 	.hidden cuMemcpyHtoD_v2
 	.type cuMemcpyHtoD_v2, %function
 	.balign 16
 cuMemcpyHtoD_v2:
-	adrp x16, driver_table+984
-	ldr x16, [x16, :lo12:driver_table+984]
+	adrp x16, driver_table+992
+	ldr x16, [x16, :lo12:driver_table+992]
 	br x16
 	.globl cuMemcpyPeer
 	.hidden cuMemcpyPeer
 	.type cuMemcpyPeer, %function
 	.balign 16
 cuMemcpyPeer:
-	adrp x16, driver_table+992
-	ldr x16, [x16, :lo12:driver_table+992]
+	adrp x16, driver_table+1000
+	ldr x16, [x16, :lo12:driver_table+1000]
 	br x16
 	.globl cuMemcpyPeerAsync
 	.hidden cuMemcpyPeerAsync
 	.type cuMemcpyPeerAsync, %function
 	.balign 16
 cuMemcpyPeerAsync:
-	adrp x16, driver_table+1000
-	ldr x16, [x16, :lo12:driver_table+1000]
+	adrp x16, driver_table+1008
+	ldr x16, [x16, :lo12:driver_table+1008]
 	br x16
 	.globl cuMemsetD16Async
 	.hidden cuMemsetD16Async
 	.type cuMemsetD16Async, %function
 	.balign 16
 cuMemsetD16Async:
-	adrp x16, driver_table+1008
-	ldr x16, [x16, :lo12:driver_table+1008]
+	adrp x16, driver_table+1016
+	ldr x16, [x16, :lo12:driver_table+1016]
 	br x16
 	.globl cuMemsetD16_v2
 	.hidden cuMemsetD16_v2
 	.type cuMemsetD16_v2, %function
 	.balign 16
 cuMemsetD16_v2:
-	adrp x16, driver_table+1016
-	ldr x16, [x16, :lo12:driver_table+1016]
+	adrp x16, driver_table+1024
+	ldr x16, [x16, :lo12:driver_table+1024]
 	br x16
 	.globl cuMemsetD2D16Async
 	.hidden cuMemsetD2D16Async
 	.type cuMemsetD2D16Async, %function
 	.balign 16
 cuMemsetD2D16Async:
-	adrp x16, driver_table+1024
-	ldr x16, [x16, :lo12:driver_table+1024]
+	adrp x16, driver_table+1032
+	ldr x16, [x16, :lo12:driver_table+1032]
 	br x16
 	.globl cuMemsetD2D16_v2
 	.hidden cuMemsetD2D16_v2
 	.type cuMemsetD2D16_v2, %function
 	.balign 16
 cuMemsetD2D16_v2:
-	adrp x16, driver_table+1032
-	ldr x16, [x16, :lo12:driver_table+1032]
+	adrp x16, driver_table+1040
+	ldr x16, [x16, :lo12:driver_table+1040]
 	br x16
 	.globl cuMemsetD2D32Async
 	.hidden cuMemsetD2D32Async
 	.type cuMemsetD2D32Async, %function
 	.balign 16
 cuMemsetD2D32Async:
-	adrp x16, driver_table+1040
-	ldr x16, [x16, :lo12:driver_table+1040]
+	adrp x16, driver_table+1048
+	ldr x16, [x16, :lo12:driver_table+1048]
 	br x16
 	.globl cuMemsetD2D32_v2
 	.hidden cuMemsetD2D32_v2
 	.type cuMemsetD2D32_v2, %function
 	.balign 16
 cuMemsetD2D32_v2:
-	adrp x16, driver_table+1048
-	ldr x16, [x16, :lo12:driver_table+1048]
+	adrp x16, driver_table+1056
+	ldr x16, [x16, :lo12:driver_table+1056]
 	br x16
 	.globl cuMemsetD2D8Async
 	.hidden cuMemsetD2D8Async
 	.type cuMemsetD2D8Async, %function
 	.balign 16
 cuMemsetD2D8Async:
-	adrp x16, driver_table+1056
-	ldr x16, [x16, :lo12:driver_table+1056]
+	adrp x16, driver_table+1064
+	ldr x16, [x16, :lo12:driver_table+1064]
 	br x16
 	.globl cuMemsetD2D8_v2
 	.hidden cuMemsetD2D8_v2
 	.type cuMemsetD2D8_v2, %function
 	.balign 16
 cuMemsetD2D8_v2:
-	adrp x16, driver_table+1064
-	ldr x16, [x16, :lo12:driver_table+1064]
+	adrp x16, driver_table+1072
+	ldr x16, [x16, :lo12:driver_table+1072]
 	br x16
 	.globl cuMemsetD32Async
 	.hidden cuMemsetD32Async
 	.type cuMemsetD32Async, %function
 	.balign 16
 cuMemsetD32Async:
-	adrp x16, driver_table+1072
-	ldr x16, [x16, :lo12:driver_table+1072]
+	adrp x16, driver_table+1080
+	ldr x16, [x16, :lo12:driver_table+1080]
 	br x16
 	.globl cuMemsetD32_v2
 	.hidden cuMemsetD32_v2
 	.type cuMemsetD32_v2, %function
 	.balign 16
 cuMemsetD32_v2:
-	adrp x16, driver_table+1080
-	ldr x16, [x16, :lo12:driver_table+1080]
+	adrp x16, driver_table+1088
+	ldr x16, [x16, :lo12:driver_table+1088]
 	br x16
 	.globl cuMemsetD8Async
 	.hidden cuMemsetD8Async
 	.type cuMemsetD8Async, %function
 	.balign 16
 cuMemsetD8Async:
-	adrp x16, driver_table+1088
-	ldr x16, [x16, :lo12:driver_table+1088]
+	adrp x16, driver_table+1096
+	ldr x16, [x16, :lo12:driver_table+1096]
 	br x16
 	.globl cuMemsetD8_v2
 	.hidden cuMemsetD8_v2
 	.type cuMemsetD8_v2, %function
 	.balign 16
 cuMemsetD8_v2:
-	adrp x16, driver_table+1096
-	ldr x16, [x16, :lo12:driver_table+1096]
+	adrp x16, driver_table+1104
+	ldr x16, [x16, :lo12:driver_table+1104]
 	br x16
 	.globl cuModuleGetFunction
 	.hidden cuModuleGetFunction
 	.type cuModuleGetFunction, %function
 	.balign 16
 cuModuleGetFunction:
-	adrp x16, driver_table+1104
-	ldr x16, [x16, :lo12:driver_table+1104]
+	adrp x16, driver_table+1112
+	ldr x16, [x16, :lo12:driver_table+1112]
 	br x16
 	.globl cuModuleGetGlobal_v2
 	.hidden cuModuleGetGlobal_v2
 	.type cuModuleGetGlobal_v2, %function
 	.balign 16
 cuModuleGetGlobal_v2:
-	adrp x16, driver_table+1112
-	ldr x16, [x16, :lo12:driver_table+1112]
+	adrp x16, driver_table+1120
+	ldr x16, [x16, :lo12:driver_table+1120]
 	br x16
 	.globl cuModuleGetSurfRef
 	.hidden cuModuleGetSurfRef
 	.type cuModuleGetSurfRef, %function
 	.balign 16
 cuModuleGetSurfRef:
-	adrp x16, driver_table+1120
-	ldr x16, [x16, :lo12:driver_table+1120]
+	adrp x16, driver_table+1128
+	ldr x16, [x16, :lo12:driver_table+1128]
 	br x16
 	.globl cuModuleGetTexRef
 	.hidden cuModuleGetTexRef
 	.type cuModuleGetTexRef, %function
 	.balign 16
 cuModuleGetTexRef:
-	adrp x16, driver_table+1128
-	ldr x16, [x16, :lo12:driver_table+1128]
+	adrp x16, driver_table+1136
+	ldr x16, [x16, :lo12:driver_table+1136]
 	br x16
 	.globl cuModuleLoad
 	.hidden cuModuleLoad
 	.type cuModuleLoad, %function
 	.balign 16
 cuModuleLoad:
-	adrp x16, driver_table+1136
-	ldr x16, [x16, :lo12:driver_table+1136]
+	adrp x16, driver_table+1144
+	ldr x16, [x16, :lo12:driver_table+1144]
 	br x16
 	.globl cuModuleLoadData
 	.hidden cuModuleLoadData
 	.type cuModuleLoadData, %function
 	.balign 16
 cuModuleLoadData:
-	adrp x16, driver_table+1144
-	ldr x16, [x16, :lo12:driver_table+1144]
+	adrp x16, driver_table+1152
+	ldr x16, [x16, :lo12:driver_table+1152]
 	br x16
 	.globl cuModuleLoadDataEx
 	.hidden cuModuleLoadDataEx
 	.type cuModuleLoadDataEx, %function
 	.balign 16
 cuModuleLoadDataEx:
-	adrp x16, driver_table+1152
-	ldr x16, [x16, :lo12:driver_table+1152]
+	adrp x16, driver_table+1160
+	ldr x16, [x16, :lo12:driver_table+1160]
 	br x16
 	.globl cuModuleLoadFatBinary
 	.hidden cuModuleLoadFatBinary
 	.type cuModuleLoadFatBinary, %function
 	.balign 16
 cuModuleLoadFatBinary:
-	adrp x16, driver_table+1160
-	ldr x16, [x16, :lo12:driver_table+1160]
+	adrp x16, driver_table+1168
+	ldr x16, [x16, :lo12:driver_table+1168]
 	br x16
 	.globl cuModuleUnload
 	.hidden cuModuleUnload
 	.type cuModuleUnload, %function
 	.balign 16
 cuModuleUnload:
-	adrp x16, driver_table+1168
-	ldr x16, [x16, :lo12:driver_table+1168]
+	adrp x16, driver_table+1176
+	ldr x16, [x16, :lo12:driver_table+1176]
 	br x16
 	.globl cuOccupancyMaxActiveBlocksPerMultiprocessor
 	.hidden cuOccupancyMaxActiveBlocksPerMultiprocessor
 	.type cuOccupancyMaxActiveBlocksPerMultiprocessor, %function
 	.balign 16
 cuOccupancyMaxActiveBlocksPerMultiprocessor:
-	adrp x16, driver_table+1176
-	ldr x16, [x16, :lo12:driver_table+1176]
+	adrp x16, driver_table+1184
+	ldr x16, [x16, :lo12:driver_table+1184]
 	br x16
 	.globl cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags
 	.hidden cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags
 	.type cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags, %function
 	.balign 16
 cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags:
-	adrp x16, driver_table+1184
-	ldr x16, [x16, :lo12:driver_table+1184]
+	adrp x16, driver_table+1192
+	ldr x16, [x16, :lo12:driver_table+1192]
 	br x16
 	.globl cuPointerGetAttribute
 	.hidden cuPointerGetAttribute
 	.type cuPointerGetAttribute, %function
 	.balign 16
 cuPointerGetAttribute:
-	adrp x16, driver_table+1192
-	ldr x16, [x16, :lo12:driver_table+1192]
+	adrp x16, driver_table+1200
+	ldr x16, [x16, :lo12:driver_table+1200]
 	br x16
 	.globl cuPointerSetAttribute
 	.hidden cuPointerSetAttribute
 	.type cuPointerSetAttribute, %function
 	.balign 16
 cuPointerSetAttribute:
-	adrp x16, driver_table+1200
-	ldr x16, [x16, :lo12:driver_table+1200]
+	adrp x16, driver_table+1208
+	ldr x16, [x16, :lo12:driver_table+1208]
 	br x16
 	.globl cuStreamAttachMemAsync
 	.hidden cuStreamAttachMemAsync
 	.type cuStreamAttachMemAsync, %function
 	.balign 16
 cuStreamAttachMemAsync:
-	adrp x16, driver_table+1208
-	ldr x16, [x16, :lo12:driver_table+1208]
+	adrp x16, driver_table+1216
+	ldr x16, [x16, :lo12:driver_table+1216]
 	br x16
 	.globl cuStreamBeginCapture_v2
 	.hidden cuStreamBeginCapture_v2
 	.type cuStreamBeginCapture_v2, %function
 	.balign 16
 cuStreamBeginCapture_v2:
-	adrp x16, driver_table+1216
-	ldr x16, [x16, :lo12:driver_table+1216]
+	adrp x16, driver_table+1224
+	ldr x16, [x16, :lo12:driver_table+1224]
 	br x16
 	.globl cuStreamCreate
 	.hidden cuStreamCreate
 	.type cuStreamCreate, %function
 	.balign 16
 cuStreamCreate:
-	adrp x16, driver_table+1224
-	ldr x16, [x16, :lo12:driver_table+1224]
+	adrp x16, driver_table+1232
+	ldr x16, [x16, :lo12:driver_table+1232]
 	br x16
 	.globl cuStreamCreateWithPriority
 	.hidden cuStreamCreateWithPriority
 	.type cuStreamCreateWithPriority, %function
 	.balign 16
 cuStreamCreateWithPriority:
-	adrp x16, driver_table+1232
-	ldr x16, [x16, :lo12:driver_table+1232]
+	adrp x16, driver_table+1240
+	ldr x16, [x16, :lo12:driver_table+1240]
 	br x16
 	.globl cuStreamDestroy_v2
 	.hidden cuStreamDestroy_v2
 	.type cuStreamDestroy_v2, %function
 	.balign 16
 cuStreamDestroy_v2:
-	adrp x16, driver_table+1240
-	ldr x16, [x16, :lo12:driver_table+1240]
+	adrp x16, driver_table+1248
+	ldr x16, [x16, :lo12:driver_table+1248]
 	br x16
 	.globl cuStreamEndCapture
 	.hidden cuStreamEndCapture
 	.type cuStreamEndCapture, %function
 	.balign 16
 cuStreamEndCapture:
-	adrp x16, driver_table+1248
-	ldr x16, [x16, :lo12:driver_table+1248]
+	adrp x16, driver_table+1256
+	ldr x16, [x16, :lo12:driver_table+1256]
 	br x16
 	.globl cuStreamGetFlags
 	.hidden cuStreamGetFlags
 	.type cuStreamGetFlags, %function
 	.balign 16
 cuStreamGetFlags:
-	adrp x16, driver_table+1256
-	ldr x16, [x16, :lo12:driver_table+1256]
+	adrp x16, driver_table+1264
+	ldr x16, [x16, :lo12:driver_table+1264]
 	br x16
 	.globl cuStreamGetPriority
 	.hidden cuStreamGetPriority
 	.type cuStreamGetPriority, %function
 	.balign 16
 cuStreamGetPriority:
-	adrp x16, driver_table+1264
-	ldr x16, [x16, :lo12:driver_table+1264]
+	adrp x16, driver_table+1272
+	ldr x16, [x16, :lo12:driver_table+1272]
 	br x16
 	.globl cuStreamQuery
 	.hidden cuStreamQuery
 	.type cuStreamQuery, %function
 	.balign 16
 cuStreamQuery:
-	adrp x16, driver_table+1272
-	ldr x16, [x16, :lo12:driver_table+1272]
+	adrp x16, driver_table+1280
+	ldr x16, [x16, :lo12:driver_table+1280]
 	br x16
 	.globl cuStreamSynchronize
 	.hidden cuStreamSynchronize
 	.type cuStreamSynchronize, %function
 	.balign 16
 cuStreamSynchronize:
-	adrp x16, driver_table+1280
-	ldr x16, [x16, :lo12:driver_table+1280]
+	adrp x16, driver_table+1288
+	ldr x16, [x16, :lo12:driver_table+1288]
 	br x16
 	.globl cuStreamWaitEvent
 	.hidden cuStreamWaitEvent
 	.type cuStreamWaitEvent, %function
 	.balign 16
 cuStreamWaitEvent:
-	adrp x16, driver_table+1288
-	ldr x16, [x16, :lo12:driver_table+1288]
+	adrp x16, driver_table+1296
+	ldr x16, [x16, :lo12:driver_table+1296]
 	br x16
 	.globl cuStreamWaitValue32_v2
 	.hidden cuStreamWaitValue32_v2
 	.type cuStreamWaitValue32_v2, %function
 	.balign 16
 cuStreamWaitValue32_v2:
-	adrp x16, driver_table+1296
-	ldr x16, [x16, :lo12:driver_table+1296]
+	adrp x16, driver_table+1304
+	ldr x16, [x16, :lo12:driver_table+1304]
 	br x16
 	.globl cuStreamWriteValue32_v2
 	.hidden cuStreamWriteValue32_v2
 	.type cuStreamWriteValue32_v2, %function
 	.balign 16
 cuStreamWriteValue32_v2:
-	adrp x16, driver_table+1304
-	ldr x16, [x16, :lo12:driver_table+1304]
+	adrp x16, driver_table+1312
+	ldr x16, [x16, :lo12:driver_table+1312]
 	br x16
 	.globl cuSurfRefGetArray
 	.hidden cuSurfRefGetArray
 	.type cuSurfRefGetArray, %function
 	.balign 16
 cuSurfRefGetArray:
-	adrp x16, driver_table+1312
-	ldr x16, [x16, :lo12:driver_table+1312]
+	adrp x16, driver_table+1320
+	ldr x16, [x16, :lo12:driver_table+1320]
 	br x16
 	.globl cuSurfRefSetArray
 	.hidden cuSurfRefSetArray
 	.type cuSurfRefSetArray, %function
 	.balign 16
 cuSurfRefSetArray:
-	adrp x16, driver_table+1320
-	ldr x16, [x16, :lo12:driver_table+1320]
+	adrp x16, driver_table+1328
+	ldr x16, [x16, :lo12:driver_table+1328]
 	br x16
 	.globl cuTensorMapEncodeTiled
 	.hidden cuTensorMapEncodeTiled
 	.type cuTensorMapEncodeTiled, %function
 	.balign 16
 cuTensorMapEncodeTiled:
-	adrp x16, driver_table+1328
-	ldr x16, [x16, :lo12:driver_table+1328]
+	adrp x16, driver_table+1336
+	ldr x16, [x16, :lo12:driver_table+1336]
 	br x16
 	.globl cuTexRefGetAddressMode
 	.hidden cuTexRefGetAddressMode
 	.type cuTexRefGetAddressMode, %function
 	.balign 16
 cuTexRefGetAddressMode:
-	adrp x16, driver_table+1336
-	ldr x16, [x16, :lo12:driver_table+1336]
+	adrp x16, driver_table+1344
+	ldr x16, [x16, :lo12:driver_table+1344]
 	br x16
 	.globl cuTexRefGetAddress_v2
 	.hidden cuTexRefGetAddress_v2
 	.type cuTexRefGetAddress_v2, %function
 	.balign 16
 cuTexRefGetAddress_v2:
-	adrp x16, driver_table+1344
-	ldr x16, [x16, :lo12:driver_table+1344]
+	adrp x16, driver_table+1352
+	ldr x16, [x16, :lo12:driver_table+1352]
 	br x16
 	.globl cuTexRefGetArray
 	.hidden cuTexRefGetArray
 	.type cuTexRefGetArray, %function
 	.balign 16
 cuTexRefGetArray:
-	adrp x16, driver_table+1352
-	ldr x16, [x16, :lo12:driver_table+1352]
+	adrp x16, driver_table+1360
+	ldr x16, [x16, :lo12:driver_table+1360]
 	br x16
 	.globl cuTexRefGetBorderColor
 	.hidden cuTexRefGetBorderColor
 	.type cuTexRefGetBorderColor, %function
 	.balign 16
 cuTexRefGetBorderColor:
-	adrp x16, driver_table+1360
-	ldr x16, [x16, :lo12:driver_table+1360]
+	adrp x16, driver_table+1368
+	ldr x16, [x16, :lo12:driver_table+1368]
 	br x16
 	.globl cuTexRefGetFilterMode
 	.hidden cuTexRefGetFilterMode
 	.type cuTexRefGetFilterMode, %function
 	.balign 16
 cuTexRefGetFilterMode:
-	adrp x16, driver_table+1368
-	ldr x16, [x16, :lo12:driver_table+1368]
+	adrp x16, driver_table+1376
+	ldr x16, [x16, :lo12:driver_table+1376]
 	br x16
 	.globl cuTexRefGetFlags
 	.hidden cuTexRefGetFlags
 	.type cuTexRefGetFlags, %function
 	.balign 16
 cuTexRefGetFlags:
-	adrp x16, driver_table+1376
-	ldr x16, [x16, :lo12:driver_table+1376]
+	adrp x16, driver_table+1384
+	ldr x16, [x16, :lo12:driver_table+1384]
 	br x16
 	.globl cuTexRefGetFormat
 	.hidden cuTexRefGetFormat
 	.type cuTexRefGetFormat, %function
 	.balign 16
 cuTexRefGetFormat:
-	adrp x16, driver_table+1384
-	ldr x16, [x16, :lo12:driver_table+1384]
+	adrp x16, driver_table+1392
+	ldr x16, [x16, :lo12:driver_table+1392]
 	br x16
 	.globl cuTexRefGetMaxAnisotropy
 	.hidden cuTexRefGetMaxAnisotropy
 	.type cuTexRefGetMaxAnisotropy, %function
 	.balign 16
 cuTexRefGetMaxAnisotropy:
-	adrp x16, driver_table+1392
-	ldr x16, [x16, :lo12:driver_table+1392]
+	adrp x16, driver_table+1400
+	ldr x16, [x16, :lo12:driver_table+1400]
 	br x16
 	.globl cuTexRefSetAddress2D_v3
 	.hidden cuTexRefSetAddress2D_v3
 	.type cuTexRefSetAddress2D_v3, %function
 	.balign 16
 cuTexRefSetAddress2D_v3:
-	adrp x16, driver_table+1400
-	ldr x16, [x16, :lo12:driver_table+1400]
+	adrp x16, driver_table+1408
+	ldr x16, [x16, :lo12:driver_table+1408]
 	br x16
 	.globl cuTexRefSetAddressMode
 	.hidden cuTexRefSetAddressMode
 	.type cuTexRefSetAddressMode, %function
 	.balign 16
 cuTexRefSetAddressMode:
-	adrp x16, driver_table+1408
-	ldr x16, [x16, :lo12:driver_table+1408]
+	adrp x16, driver_table+1416
+	ldr x16, [x16, :lo12:driver_table+1416]
 	br x16
 	.globl cuTexRefSetAddress_v2
 	.hidden cuTexRefSetAddress_v2
 	.type cuTexRefSetAddress_v2, %function
 	.balign 16
 cuTexRefSetAddress_v2:
-	adrp x16, driver_table+1416
-	ldr x16, [x16, :lo12:driver_table+1416]
+	adrp x16, driver_table+1424
+	ldr x16, [x16, :lo12:driver_table+1424]
 	br x16
 	.globl cuTexRefSetArray
 	.hidden cuTexRefSetArray
 	.type cuTexRefSetArray, %function
 	.balign 16
 cuTexRefSetArray:
-	adrp x16, driver_table+1424
-	ldr x16, [x16, :lo12:driver_table+1424]
+	adrp x16, driver_table+1432
+	ldr x16, [x16, :lo12:driver_table+1432]
 	br x16
 	.globl cuTexRefSetBorderColor
 	.hidden cuTexRefSetBorderColor
 	.type cuTexRefSetBorderColor, %function
 	.balign 16
 cuTexRefSetBorderColor:
-	adrp x16, driver_table+1432
-	ldr x16, [x16, :lo12:driver_table+1432]
+	adrp x16, driver_table+1440
+	ldr x16, [x16, :lo12:driver_table+1440]
 	br x16
 	.globl cuTexRefSetFilterMode
 	.hidden cuTexRefSetFilterMode
 	.type cuTexRefSetFilterMode, %function
 	.balign 16
 cuTexRefSetFilterMode:
-	adrp x16, driver_table+1440
-	ldr x16, [x16, :lo12:driver_table+1440]
+	adrp x16, driver_table+1448
+	ldr x16, [x16, :lo12:driver_table+1448]
 	br x16
 	.globl cuTexRefSetFlags
 	.hidden cuTexRefSetFlags
 	.type cuTexRefSetFlags, %function
 	.balign 16
 cuTexRefSetFlags:
-	adrp x16, driver_table+1448
-	ldr x16, [x16, :lo12:driver_table+1448]
+	adrp x16, driver_table+1456
+	ldr x16, [x16, :lo12:driver_table+1456]
 	br x16
 	.globl cuTexRefSetFormat
 	.hidden cuTexRefSetFormat
 	.type cuTexRefSetFormat, %function
 	.balign 16
 cuTexRefSetFormat:
-	adrp x16, driver_table+1456
-	ldr x16, [x16, :lo12:driver_table+1456]
+	adrp x16, driver_table+1464
+	ldr x16, [x16, :lo12:driver_table+1464]
 	br x16
 	.globl cuTexRefSetMaxAnisotropy
 	.hidden cuTexRefSetMaxAnisotropy
 	.type cuTexRefSetMaxAnisotropy, %function
 	.balign 16
 cuTexRefSetMaxAnisotropy:
-	adrp x16, driver_table+1464
-	ldr x16, [x16, :lo12:driver_table+1464]
+	adrp x16, driver_table+1472
+	ldr x16, [x16, :lo12:driver_table+1472]
 	br x16
 	.globl cuTexRefSetMipmapFilterMode
 	.hidden cuTexRefSetMipmapFilterMode
 	.type cuTexRefSetMipmapFilterMode, %function
 	.balign 16
 cuTexRefSetMipmapFilterMode:
-	adrp x16, driver_table+1472
-	ldr x16, [x16, :lo12:driver_table+1472]
+	adrp x16, driver_table+1480
+	ldr x16, [x16, :lo12:driver_table+1480]
 	br x16
 	.globl cuTexRefSetMipmapLevelBias
 	.hidden cuTexRefSetMipmapLevelBias
 	.type cuTexRefSetMipmapLevelBias, %function
 	.balign 16
 cuTexRefSetMipmapLevelBias:
-	adrp x16, driver_table+1480
-	ldr x16, [x16, :lo12:driver_table+1480]
+	adrp x16, driver_table+1488
+	ldr x16, [x16, :lo12:driver_table+1488]
 	br x16
 	.globl cuTexRefSetMipmapLevelClamp
 	.hidden cuTexRefSetMipmapLevelClamp
 	.type cuTexRefSetMipmapLevelClamp, %function
 	.balign 16
 cuTexRefSetMipmapLevelClamp:
-	adrp x16, driver_table+1488
-	ldr x16, [x16, :lo12:driver_table+1488]
+	adrp x16, driver_table+1496
+	ldr x16, [x16, :lo12:driver_table+1496]
 	br x16
 	.section .note.GNU-stack,"",%progbits

@@ -305,6 +305,13 @@ EXPORT int cuMemHostRegister_v2(void *p, size_t bytes, unsigned flags) {
   add_region((address)p, bytes, NULL);
   END(flags & 1 ? OK : INVALID_VALUE);
 }
+EXPORT int cuMemHostGetDevicePointer_v2(address *at, void *p, unsigned flags) {
+  BEGIN
+  region **r = region_at((address)p, 1);
+  if (!r || (*r)->memory || flags) END(INVALID_VALUE);
+  *at = (address)p;
+  END(OK);
+}
 EXPORT int cuMemHostUnregister(void *p) {
   BEGIN
   region **r = region_at((address)p, 1);

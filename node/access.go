@@ -1,0 +1,66 @@
+package node
+
+import (
+	"time"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/pipeline"
+)
+
+// What kernels read over links where no calibration says: their rates as shares of those of
+// copies, and what starting costs; measured on two H200 with extents of 4 to 352 MB.
+const (
+	hostReadShare, hostReadStart = 0.925, 5 * time.Microsecond
+	peerReadShare, peerReadStart = 0.945, 4 * time.Microsecond
+	// roundTrip is assumed where the hardware has none.
+	roundTrip = 13500 * time.Nanosecond
+)
+
+// readsInPlace reports whether steps may read experts in place. Emulated devices' kernels take no
+// time for links, so there only those do that are told to.
+func (u *setup) readsInPlace() bool {
+	switch u.settings.Batch.ExpertAccess {
+	case configs.DirectAccess:
+		return true
+	case configs.AutoAccess:
+		return u.devices.Real()
+	}
+	return false
+}
+
+// accessModel predicts what offloaded experts cost steps of few tokens. It is empty where rates
+// are not known: all is copied there.
+func (u *setup) accessModel() pipeline.AccessModel {
+	if !u.devices.Real() || u.settings.Batch.ExpertAccess != configs.AutoAccess {
+		return pipeline.AccessModel{}
+	}
+	h, err := u.hardware()
+	if err != nil {
+		return pipeline.AccessModel{}
+	}
+	c, p := u.model.Config, &u.needs.Plan
+	layers := 0
+	for _, l := range p.Layers {
+		if p.OffloadedIn(l) > 0 {
+			layers++
+		}
+	}
+	seconds := func(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
+	m := pipeline.AccessModel{
+		Experts: c.Experts, TopK: c.TopK, Layers: layers, ExpertBytes: p.Layout.Size,
+		Offloaded:  float64(p.OffloadedExperts) / float64(max(1, p.OffloadedExperts+p.ResidentExperts)),
+		MemoryRate: h.GPUMemoryRate, RoundTrip: seconds(h.RoundTrip),
+		Host: pipeline.Link{CopyRate: h.HostToGPU[len(h.HostToGPU)-1], CopyStart: seconds(h.HostCopyLatency), ReadRate: h.HostReadRate, ReadStart: hostReadStart},
+		Peer: pipeline.Link{CopyRate: h.PeerToGPU, CopyStart: seconds(h.PeerCopyLatency), ReadRate: h.PeerReadRate, ReadStart: peerReadStart},
+	}
+	if m.RoundTrip == 0 {
+		m.RoundTrip = roundTrip
+	}
+	if m.Host.ReadRate == 0 { // kernels read over the GPU's own link
+		m.Host.ReadRate = hostReadShare * h.HostToGPU[0]
+	}
+	if m.Peer.ReadRate == 0 {
+		m.Peer.ReadRate = peerReadShare * h.PeerToGPU
+	}
+	return m
+}

@@ -1,0 +1,212 @@
+package pipeline
+
+import (
+	"math"
+	"sync/atomic"
+	"time"
+
+	"github.com/moeserve/moeserve/configs"
+)
+
+// MaxInPlaceTokens is the maximum number of tokens of a step that reads experts in place. A
+// product of this many tokens is one tile of the expert kernels, so it reads an expert's weights
+// over the link once, however the tokens are routed.
+const MaxInPlaceTokens = 16
+
+// Link is the way from an offloaded expert to the GPU, by the copy engines and by kernels.
+type Link struct {
+	// CopyRate and ReadRate are of large extents, in bytes per second; 0: unknown, or that the
+	// experts cannot be got that way.
+	CopyRate, ReadRate float64
+	// CopyStart and ReadStart are added to the time of an extent's bytes.
+	CopyStart, ReadStart time.Duration
+}
+
+func seconds(bytes, rate float64, start time.Duration) float64 {
+	if bytes == 0 {
+		return 0
+	}
+	return start.Seconds() + bytes/rate
+}
+
+// AccessModel predicts what offloaded experts cost steps of few tokens.
+type AccessModel struct {
+	// Experts per layer, of which a token is routed to TopK; Layers have offloaded ones.
+	Experts, TopK, Layers int
+	// ExpertBytes of one expert, and the share of all experts that is offloaded.
+	ExpertBytes int64
+	Offloaded   float64
+	Host, Peer  Link
+	// MemoryRate is the GPU's, in bytes per second: what was copied is read there.
+	MemoryRate float64
+	// RoundTrip is the time from a router's selection to a copy that the host has submitted.
+	RoundTrip time.Duration
+}
+
+// Known reports whether the model can compare the two ways.
+func (m *AccessModel) Known() bool {
+	return m.Host.CopyRate > 0 && m.Host.ReadRate > 0 && m.MemoryRate > 0 && m.Experts > 0 && m.TopK > 0
+}
+
+// Missing is the expected bytes of the offloaded experts that so many tokens of a layer are
+// routed to, by a uniform router.
+func (m *AccessModel) Missing(tokens int) float64 {
+	n := float64(m.Experts)
+	return m.Offloaded * n * (1 - math.Pow(1-float64(m.TopK)/n, float64(tokens))) * float64(m.ExpertBytes)
+}
+
+// Predict returns the time that a step of so many tokens needs for its offloaded experts: by
+// copies of those selected, and by reading them in place. peers is the share of the offloaded
+// experts that have a peer copy. Links to peers and host work at the same time.
+func (m *AccessModel) Predict(tokens int, peers float64) (copied, inPlace time.Duration) {
+	missing := m.Missing(tokens)
+	fromPeer := missing * peers
+	if m.Peer.CopyRate == 0 {
+		fromPeer = 0
+	}
+	fromHost := missing - fromPeer
+	byCopy := m.RoundTrip.Seconds() + missing/m.MemoryRate +
+		max(seconds(fromPeer, m.Peer.CopyRate, m.Peer.CopyStart), seconds(fromHost, m.Host.CopyRate, m.Host.CopyStart))
+	if m.Peer.ReadRate == 0 { // the host's copies are read
+		fromPeer, fromHost = 0, missing
+	}
+	byRead := max(seconds(fromPeer, m.Peer.ReadRate, m.Peer.ReadStart), seconds(fromHost, m.Host.ReadRate, m.Host.ReadStart))
+	layers := float64(m.Layers) * float64(time.Second)
+	return time.Duration(byCopy * layers), time.Duration(byRead * layers)
+}
+
+// access is how a step gets at offloaded experts.
+type access uint8
+
+const (
+	// byCopy: they are copied to the expert cache.
+	byCopy access = iota
+	// inPlace: kernels read them where they lie.
+	inPlace
+
+	accesses = int(inPlace) + 1
+)
+
+// accessChooser chooses for each step of few tokens how it gets at offloaded experts: at first
+// by the model, then by the times that steps of as many tokens have taken. Steps that are not as
+// the choice says are run now and then, to measure them: probeSteps of each probeInterval, of
+// which the first probeSkip, which fill the expert cache or are captured, do not count. So where
+// the worse way takes 1.5 times as long, probes cost less than 0.8 % of the time; where the model
+// says that it takes longer than that, there are none.
+//
+// It depends on nothing but its calls.
+type accessChooser struct {
+	setting configs.ExpertAccess
+	// possible: steps can read in place; limit is the most tokens of such a step.
+	possible bool
+	limit    int
+	model    AccessModel
+	sizes    [MaxInPlaceTokens + 1]accessTimes
+	// chosen for the present step; repeated is the number of steps before it of the same tokens
+	// that were chosen alike.
+	chosen   access
+	tokens   int
+	repeated int
+
+	// steps counts finished steps of models with offloaded experts.
+	steps [accesses]atomic.Int64
+}
+
+// accessTimes are the steps of one number of tokens.
+type accessTimes struct {
+	// mean is a moving average of the measured times in seconds, of n steps.
+	mean [accesses]float64
+	n    [accesses]int
+	// since counts steps since the latest probe, probing those left of one.
+	since, probing int
+	// predicted is what the means belong to: where it has changed, experts have moved.
+	predicted [accesses]time.Duration
+}
+
+const (
+	probeInterval, probeSteps, probeSkip = 256, 4, 2
+	// firstProbe is the number of steps before the first probe of a number of tokens.
+	firstProbe = 16
+	// probeLimit is how much longer a way may take by the model, to be tried.
+	probeLimit = 1.5
+	// samples is the number of measured steps of both ways from which on the choice is by
+	// measurement, and the weight of a new one is 1/samples.
+	samples = 4
+	// movedBy is the relative change of a prediction from which on old times do not count.
+	movedBy = 0.2
+)
+
+// choose chooses for a step of so many tokens; small: it is one for which copies would be of the
+// routed experts only. peers is as in AccessModel.Predict.
+func (c *accessChooser) choose(tokens int, small bool, peers float64) access {
+	chosen := byCopy
+	if c.possible && tokens <= c.limit {
+		switch {
+		case c.setting == configs.DirectAccess:
+			chosen = inPlace
+		case c.setting == configs.AutoAccess && small && c.model.Known():
+			chosen = c.measured(tokens, peers)
+		}
+	}
+	if c.repeated++; chosen != c.chosen || tokens != c.tokens {
+		c.repeated = 0
+	}
+	c.chosen, c.tokens = chosen, tokens
+	return chosen
+}
+
+func (c *accessChooser) measured(tokens int, peers float64) access {
+	t := &c.sizes[tokens]
+	var now [accesses]time.Duration
+	now[byCopy], now[inPlace] = c.model.Predict(tokens, peers)
+	for a := range now {
+		if math.Abs(float64(now[a]-t.predicted[a])) > movedBy*float64(t.predicted[a]) {
+			*t = accessTimes{predicted: now, since: probeInterval - firstProbe}
+			break
+		}
+	}
+	best := byCopy
+	if now[inPlace] < now[byCopy] {
+		best = inPlace
+	}
+	if t.n[byCopy] >= samples/2 && t.n[inPlace] >= samples/2 {
+		if best = byCopy; t.mean[inPlace] < t.mean[byCopy] {
+			best = inPlace
+		}
+	}
+	other := inPlace - best
+	if t.since++; t.since >= probeInterval && float64(now[other]) <= probeLimit*float64(now[best]) {
+		t.since, t.probing = 0, probeSteps
+	}
+	if t.probing > 0 {
+		t.probing--
+		return other
+	}
+	return best
+}
+
+// took records the time of the step that choose was called for.
+func (c *accessChooser) took(d time.Duration) {
+	c.steps[c.chosen].Add(1)
+	if c.tokens > MaxInPlaceTokens || c.repeated < probeSkip {
+		return
+	}
+	t := &c.sizes[c.tokens]
+	a := c.chosen
+	if t.n[a] < samples {
+		t.n[a]++
+	}
+	t.mean[a] += (d.Seconds() - t.mean[a]) / float64(t.n[a])
+}
+
+// StepsByAccess counts the finished steps of a model with offloaded experts by how they got at
+// these; Direct: kernels read them in place, Copied: they were copied to the expert cache.
+type StepsByAccess struct {
+	Copied int64 `json:"copy"`
+	Direct int64 `json:"direct"`
+}
+
+// StepsByAccess returns the counts since New. It may be called from any goroutine.
+func (p *Pipeline) StepsByAccess() StepsByAccess {
+	return StepsByAccess{Copied: p.access.steps[byCopy].Load(), Direct: p.access.steps[inPlace].Load()}
+}

@@ -1,0 +1,205 @@
+package pipeline
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"math"
+	"math/rand/v2"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/experts"
+)
+
+// TestInPlaceSameResults: steps whose kernels read experts in place give the same results as
+// steps whose experts are all resident, kernel by kernel and as graphs, wherever the experts
+// are; every small step is one, and most are graphs. Its uses are those of the routed experts.
+func TestInPlaceSameResults(t *testing.T) {
+	for i, name := range sameOn {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			const steps = 120
+			seed := uint64(i)
+			plain := newRig(t, name, 0, emulated.Options{Virtual: true}, Options{})
+			want := plain.generate(seed, steps, nil)
+			for j, mo := range machines(t) {
+				for _, peers := range [][]device.Space{nil, {device.HBM(1), device.HBM(2)}} {
+					o := Options{ExpertAccess: configs.DirectAccess, MicroBatchTokens: []int{0, 3}[j%2]}
+					if j%3 == 0 {
+						o.Graphs = 5
+					}
+					fraction := []float64{0.25, 0.5, 1}[j%3]
+					what := fmt.Sprintf("fraction %v, %v, %d graphs, %+v", fraction, peers, o.Graphs, mo)
+					r := newRig(t, name, fraction, mo, o, peers...)
+					if got := r.generate(seed, steps, nil); got != want {
+						t.Fatalf("%s: %s", what, firstDifference(got, want))
+					}
+					by, graphs, now := r.p.StepsByAccess(), r.p.Graphs(), r.store.Stats()
+					if by.Direct < steps/2 || by.Copied == 0 || by.Direct+by.Copied != steps {
+						t.Errorf("%s: %+v of %d steps", what, by, steps)
+					}
+					if o.Graphs > 0 && (graphs.Launched < by.Direct/2 || graphs.Failed > 0) {
+						t.Errorf("%s: %+v of %d steps in place", what, graphs, by.Direct)
+					}
+					from, none := experts.Host, experts.Peer
+					if len(peers) > 0 {
+						from, none = none, from
+					}
+					// Of a model with one layer of experts the expert cache comes to have all of them.
+					cached := name == "qwen2_moe_sparse_step" && now.Uses[experts.Cached] > 0
+					if now.ReadInPlace[from] == 0 && !cached || now.ReadInPlace[none] != 0 {
+						t.Errorf("%s: %v bytes were read in place", what, now.ReadInPlace)
+					}
+				}
+			}
+		})
+	}
+}
+
+// TestInPlaceTokens: steps of up to MaxInPlaceTokens tokens are in place with DirectAccess, and
+// none with CopyAccess, or where kernels cannot read host memory, which the log says.
+func TestInPlaceTokens(t *testing.T) {
+	for _, c := range []struct {
+		set  configs.ExpertAccess
+		mo   emulated.Options
+		want int
+		log  string
+	}{
+		{configs.DirectAccess, emulated.Options{}, MaxInPlaceTokens, ""},
+		{configs.CopyAccess, emulated.Options{}, 0, ""},
+		{configs.AutoAccess, emulated.Options{}, 0, ""},
+		{configs.DirectAccess, emulated.Options{HostNotMapped: true}, 0, "experts are not read in place"},
+		{configs.DirectAccess, emulated.Options{NoData: true}, 0, "experts are not read in place"},
+	} {
+		var log strings.Builder
+		c.mo.Virtual = true
+		r := newRig(t, "mixtral", 0.5, c.mo, Options{ExpertAccess: c.set, Log: slog.New(slog.NewTextHandler(&log, nil))})
+		for _, tokens := range []int{1, MaxInPlaceTokens, MaxInPlaceTokens + 1, 64} {
+			if got := r.p.plans.get(tokens, r.p.chooseFor(tokens)).inPlace; got != (tokens <= c.want) {
+				t.Errorf("%s, %+v: a step of %d tokens is in place: %t", c.set, c.mo, tokens, got)
+			}
+		}
+		if (c.log == "") != (log.Len() == 0) || !strings.Contains(log.String(), c.log) {
+			t.Errorf("%s, %+v: the log has %q, want %q", c.set, c.mo, log.String(), c.log)
+		}
+	}
+}
+
+// TestInPlaceFailures: copies of step metadata fail at random, and a peer is lost while steps
+// read its memory: no result changes, and the peer is not read again.
+func TestInPlaceFailures(t *testing.T) {
+	const steps = 120
+	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{}).generate(4, steps, nil)
+	for _, graphs := range []int{-1, 4} {
+		r := newRig(t, "mixtral", 0.75, emulated.Options{Virtual: true, Seed: 3, Check: graphs < 0}, Options{ExpertAccess: configs.DirectAccess, Graphs: graphs}, device.HBM(1), device.HBM(2))
+		faults := r.m.Inject(&emulated.Fault{
+			Kind: emulated.FailCopy, Chance: 0.03, Times: -1,
+			Match: func(p emulated.Point) bool { return p.Stream == "compute" },
+		})
+		failed, lost := 0, false
+		retry := func(err error) bool {
+			failed++
+			lost = lost || errors.Is(err, device.ErrLost)
+			return errors.Is(err, ErrStepFailed)
+		}
+		if got := r.generate(4, steps, retry); got != want {
+			t.Fatal(firstDifference(got, want))
+		}
+		if faults.Hits() == 0 || failed == 0 {
+			t.Errorf("%d copies failed, and %d steps", faults.Hits(), failed)
+		}
+		before := r.store.Stats().ReadInPlace
+		if before[experts.Peer] == 0 {
+			t.Errorf("%v bytes read in place", before)
+		}
+		for i := range 2 {
+			check(t, r.m.Lose(1+i))
+		}
+		if got := r.generate(4, steps, retry); got != want {
+			t.Fatal(firstDifference(got, want))
+		}
+		if now := r.store.Stats().ReadInPlace; !lost || now[experts.Host] == before[experts.Host] {
+			t.Errorf("a step found a peer lost: %t; %v bytes read in place before, %v after", lost, before, now)
+		}
+	}
+}
+
+// model is of a model of 64 experts on a machine whose kernels read at these shares of the rates
+// of copies.
+func accessModel(host, peer float64) AccessModel {
+	return AccessModel{
+		Experts: 64, TopK: 4, Layers: 24, ExpertBytes: 17 << 20, Offloaded: 0.5, MemoryRate: 4.6e12, RoundTrip: 13 * time.Microsecond,
+		Host: Link{CopyRate: 55e9, ReadRate: host * 55e9, CopyStart: 7 * time.Microsecond, ReadStart: 5 * time.Microsecond},
+		Peer: Link{CopyRate: 394e9, ReadRate: peer * 394e9, CopyStart: 9 * time.Microsecond, ReadStart: 4 * time.Microsecond},
+	}
+}
+
+// TestAccessModel compares with times computed by hand.
+func TestAccessModel(t *testing.T) {
+	m := accessModel(0.9, 0.95)
+	bytes := 0.5 * 4 * (17 << 20) // of two experts
+	if got := m.Missing(1); math.Abs(got/bytes-1) > 1e-9 {
+		t.Errorf("a token misses %.0f bytes a layer, want %.0f", got, bytes)
+	}
+	if got := m.Missing(1000) / (17 << 20); math.Abs(got-32) > 0.01 {
+		t.Errorf("many tokens miss %.3f experts, want 32", got)
+	}
+	near := func(got time.Duration, want float64) bool { return math.Abs(got.Seconds()/want-1) < 1e-6 }
+	copied, read := m.Predict(1, 0)
+	if !near(copied, 24*(13e-6+bytes/4.6e12+7e-6+bytes/55e9)) || !near(read, 24*(5e-6+bytes/(0.9*55e9))) {
+		t.Errorf("from the host: %v by copies, %v in place", copied, read)
+	}
+	if read < copied {
+		t.Errorf("from the host: %v in place, which is 10 %% slower, and %v by copies", read, copied)
+	}
+	copied, read = m.Predict(1, 1)
+	if !near(copied, 24*(13e-6+bytes/4.6e12+9e-6+bytes/394e9)) || !near(read, 24*(4e-6+bytes/(0.95*394e9))) || read >= copied {
+		t.Errorf("from peers: %v by copies, %v in place", copied, read)
+	}
+	copied, read = m.Predict(1, 0.5) // the host's half takes longer
+	if !near(copied, 24*(13e-6+bytes/4.6e12+7e-6+bytes/2/55e9)) || !near(read, 24*(5e-6+bytes/2/(0.9*55e9))) {
+		t.Errorf("from both: %v by copies, %v in place", copied, read)
+	}
+	m.Peer.ReadRate = 0 // peers cannot be read: the host's copies are
+	if _, read = m.Predict(1, 1); !near(read, 24*(5e-6+bytes/(0.9*55e9))) {
+		t.Errorf("from peers that cannot be read: %v in place", read)
+	}
+	if m.Host.ReadRate = 0; m.Known() {
+		t.Error("a model without the rate of reads is complete")
+	}
+}
+
+// TestAccessChooser: whatever the model says, steps take at most 3 %% longer than with the better
+// of the two ways alone, over machines whose times differ from the model's by up to 40 %%, and
+// from step to step.
+func TestAccessChooser(t *testing.T) {
+	random := rand.New(rand.NewPCG(1, 2))
+	worst := 0.0
+	for range 400 {
+		c := accessChooser{setting: configs.AutoAccess, possible: true, limit: MaxInPlaceTokens, model: accessModel(0.8+0.4*random.Float64(), 0.8+0.4*random.Float64())}
+		tokens, peers := 1+random.IntN(MaxInPlaceTokens), random.Float64()
+		byCopies, inThePlace := c.model.Predict(tokens, peers)
+		truth := [accesses]float64{byCopies.Seconds() * (0.7 + 0.7*random.Float64()), inThePlace.Seconds() * (0.7 + 0.7*random.Float64())}
+		sum, steps := 0.0, 4000
+		for range steps {
+			a := c.choose(tokens, true, peers)
+			took := truth[a] * (1 + 0.05*random.NormFloat64())
+			sum += truth[a]
+			c.took(time.Duration(took * float64(time.Second)))
+		}
+		best := min(truth[0], truth[1]) * float64(steps)
+		worst = max(worst, sum/best)
+		if by := [...]int64{c.steps[0].Load(), c.steps[1].Load()}; by[0]+by[1] != int64(steps) {
+			t.Fatalf("%d and %d steps of %d", by[0], by[1], steps)
+		}
+	}
+	t.Logf("at most %.2f %% slower", 100*(worst-1))
+	if worst > 1.03 {
+		t.Errorf("steps take %.3f times as long as the better way", worst)
+	}
+}
