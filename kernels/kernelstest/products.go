@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math"
 
+	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels"
 )
 
@@ -130,9 +131,9 @@ func (d tensorData) row(i int) []float64 {
 
 // newExpert makes an expert's weights and packs them, in pieces, into an extent on the
 // device.
-func (r *rig) newExpert(l kernels.ExpertLayout, e int) *expert {
+func (r *rig) newExpert(l kernels.ExpertLayout, e int, space device.Space) *expert {
 	r.Helper()
-	x := &expert{extent: r.dense(fmt.Sprintf("expert %d", e), kernels.I32, int(l.Size/4))}
+	x := &expert{extent: r.denseIn(space, fmt.Sprintf("expert %d", e), kernels.I32, int(l.Size/4))}
 	for p := range x.parts {
 		rows, columns := l.Intermediate, l.Hidden
 		if kernels.Part(p) == kernels.W2 {
@@ -217,12 +218,19 @@ func testExperts(r *rig) {
 			if s.hidden*s.intermediate > 1<<20 && j > 0 {
 				continue
 			}
-			r.run(fmt.Sprintf("%+v/%s", s, w), func(r *rig) { testExpertShape(r, s, w, (i+j)%2 == 0) })
+			for _, everywhere := range []bool{false, true} {
+				if everywhere && (len(r.accessible()) == 1 || (i+j)%3 == 1) {
+					continue
+				}
+				r.run(fmt.Sprintf("%+v/%s/everywhere=%t", s, w, everywhere), func(r *rig) { testExpertShape(r, s, w, (i+j)%2 == 0, everywhere) })
+			}
 		}
 	}
 }
 
-func testExpertShape(r *rig, s expertShape, w kernels.DType, gaps bool) {
+// testExpertShape has experts in the stream's own memory or, if everywhere is set, also in that of
+// the host and of a peer.
+func testExpertShape(r *rig, s expertShape, w kernels.DType, gaps, everywhere bool) {
 	layout, err := r.backend.ExpertLayout(kernels.ExpertShape{Hidden: s.hidden, Intermediate: s.intermediate, DType: w})
 	r.must(err)
 	l := layer{layout: layout, k: s.k, ids: r.route(s.n, s.experts, s.k), experts: make([]*expert, s.experts)}
@@ -231,11 +239,20 @@ func testExpertShape(r *rig, s expertShape, w kernels.DType, gaps bool) {
 	if s.listed > 0 {
 		listed = listed[:s.listed]
 	}
+	spaces := []device.Space{r.stream.Space()}
+	if everywhere {
+		spaces = r.accessible()
+	}
 	slots := make([]uint64, s.experts) // without an address for whatever has no rows or is not listed
 	for _, e := range listed {
 		if offsets[e] < offsets[e+1] {
-			l.experts[e] = r.newExpert(layout, e)
-			slots[e] = uint64(l.experts[e].extent.Addr)
+			x := r.newExpert(layout, e, spaces[e%len(spaces)])
+			l.experts[e], slots[e] = x, uint64(x.extent.Addr)
+			if own := r.stream.Space(); spaces[e%len(spaces)] != own {
+				at, err := r.machine.KernelAddr(own, x.extent.Range())
+				r.must(err)
+				slots[e] = uint64(at)
+			}
 		}
 	}
 	x := r.normal(r.rows(gaps, "X", r.act, s.n, s.hidden), 0, 1)
@@ -492,7 +509,7 @@ func testLayout(r *rig) {
 				if l.ExpertShape != s || l.Tag == "" || l.Size < s.Bytes() || l.Size%256 != 0 {
 					r.Fatalf("layout %+v of %+v", l, s)
 				}
-				pieces := r.newExpert(l, 0)
+				pieces := r.newExpert(l, 0, r.stream.Space())
 				whole := bytes.Repeat([]byte{poison}, int(l.Size))
 				for p, d := range pieces.parts {
 					r.must(r.backend.PackExpert(l, kernels.Part(p), 0, d.data, whole))

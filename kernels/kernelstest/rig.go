@@ -72,11 +72,6 @@ func (r *rig) free() {
 	r.buffers = nil
 }
 
-func (r *rig) buffer(name string, t kernels.DType, n int) *buffer {
-	r.Helper()
-	return r.bufferIn(r.stream.Space(), name, t, n)
-}
-
 func (r *rig) bufferIn(space device.Space, name string, t kernels.DType, n int) *buffer {
 	r.Helper()
 	n += 2 * guard
@@ -95,8 +90,14 @@ func (r *rig) bufferIn(space device.Space, name string, t kernels.DType, n int) 
 // dense returns a new poisoned tensor without gaps.
 func (r *rig) dense(name string, t kernels.DType, shape ...int) tensor {
 	r.Helper()
+	return r.denseIn(r.stream.Space(), name, t, shape...)
+}
+
+// denseIn is dense in another memory.
+func (r *rig) denseIn(space device.Space, name string, t kernels.DType, shape ...int) tensor {
+	r.Helper()
 	x := kernels.New(0, t, shape...)
-	b := r.buffer(name, t, int(x.Bytes()))
+	b := r.bufferIn(space, name, t, int(x.Bytes()))
 	x.Addr = b.device.Range(guard, x.Bytes()).Addr
 	return tensor{x, b}
 }
