@@ -27,7 +27,7 @@ import (
 )
 
 var (
-	whole     = flag.String("whole", "", "presets of TestGPUPresets with offload fractions: qwen1.5-moe-a2.7b@0,0.5,1 mixtral-8x7b@0,0a,0.5p; p: in the memory of -peer, a: with kernels that do not overlap")
+	whole     = flag.String("whole", "", "presets of TestGPUPresets with offload fractions: qwen1.5-moe-a2.7b@0,0.5,1 mixtral-8x7b@0,0a,0.5pd; p: in the memory of -peer, a: with kernels that do not overlap, c and d: --expert-access copy and direct")
 	batches   = flag.String("batches", "1,32,324", "sequences that TestGPUPresets decodes at once")
 	cut       = flag.Int("layers", 0, "layers that TestGPUPresets cuts presets to; 0: none")
 	hostGiB   = flag.Float64("host-gib", 0, "memory of the host, where the system does not say all it has")
@@ -44,6 +44,10 @@ type timing struct {
 	Tier configs.Tier `json:"tier"`
 	// Apart reports that kernels did not overlap.
 	Apart bool `json:"apart,omitempty"`
+	// Access is --expert-access, and Direct the share of a batch's decode steps that read experts
+	// in place.
+	Access configs.ExpertAccess `json:"access"`
+	Direct float64              `json:"direct,omitempty"`
 	// Kind is load, prefill or decode.
 	Kind string `json:"kind"`
 	// Sequences of a step, and its tokens.
@@ -101,6 +105,7 @@ func TestGPUPresets(t *testing.T) {
 			first := ""
 			for _, f := range strings.Split(fractions, ",") {
 				number, apart := strings.CutSuffix(f, "a")
+				number, access := accessOf(number)
 				number, tier := tierOf(number)
 				fraction, err := strconv.ParseFloat(number, 64)
 				if err != nil {
@@ -109,7 +114,7 @@ func TestGPUPresets(t *testing.T) {
 				if tier == configs.PeerTier {
 					needPeer(t)
 				}
-				got := runPreset(t, name, fraction, tier, !apart && *overlap, func(x timing) {
+				got := runPreset(t, name, fraction, tier, access, !apart && *overlap, func(x timing) {
 					line, err := json.Marshal(x)
 					if err == nil {
 						_, err = fmt.Fprintf(out, "%s\n", line)
@@ -117,7 +122,7 @@ func TestGPUPresets(t *testing.T) {
 					if err != nil {
 						t.Error(err)
 					}
-					t.Logf("fraction %v in %s: %s of %d sequences, %d tokens: %.2f ms, roofline %.2f ms", fraction, tier, x.Kind, x.Sequences, x.Rows, 1e3*x.Seconds, 1e3*x.Roofline)
+					t.Logf("fraction %v in %s, access %s, %.0f %% direct: %s of %d sequences, %d tokens: %.2f ms, roofline %.2f ms", fraction, tier, access, 100*x.Direct, x.Kind, x.Sequences, x.Rows, 1e3*x.Seconds, 1e3*x.Roofline)
 				})
 				if first == "" {
 					first = got
@@ -133,7 +138,7 @@ func TestGPUPresets(t *testing.T) {
 
 // runPreset loads a preset, runs prompts and decoding at several batch sizes, and
 // returns the digest of all tokens.
-func runPreset(t *testing.T, name string, fraction float64, tier configs.Tier, overlaps bool, note func(timing)) string {
+func runPreset(t *testing.T, name string, fraction float64, tier configs.Tier, access configs.ExpertAccess, overlaps bool, note func(timing)) string {
 	t.Helper()
 	var sizes []int
 	for _, text := range strings.Split(*batches, ",") {
@@ -154,6 +159,7 @@ func runPreset(t *testing.T, name string, fraction float64, tier configs.Tier, o
 		if tier == configs.PeerTier {
 			s.Device.Peers, s.Harvest.MigrationLimit = *peer, "0"
 		}
+		s.Batch.ExpertAccess = access
 		s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.KV.MaxModelLen = presetRows, most, presetBlocks(1)*kvcache.DefaultBlockTokens
 		s.KV.NumGPUBlocksOverride, s.Device.GPUMemoryUtilization = blocks, 0.98
 	})})
@@ -170,7 +176,7 @@ func runPreset(t *testing.T, name string, fraction float64, tier configs.Tier, o
 	if tier == configs.PeerTier {
 		rate = peerRate + hostRate
 	}
-	x := timing{Model: name, Layers: c.Layers, Fraction: fraction, Tier: tier, Apart: !overlaps, Kind: "load", Seconds: time.Since(start).Seconds()}
+	x := timing{Model: name, Layers: c.Layers, Fraction: fraction, Tier: tier, Apart: !overlaps, Access: access, Kind: "load", Seconds: time.Since(start).Seconds()}
 	note(x)
 	report, err := n.Observe().Report(t.Context())
 	if err != nil {
@@ -198,7 +204,7 @@ func runPreset(t *testing.T, name string, fraction float64, tier configs.Tier, o
 		var took []time.Duration
 		before, began := n.Observe().Experts(), time.Now()
 		stalls := n.Pipeline().Stalls()
-		steps, graphs := decodes(batch), n.Pipeline().Graphs()
+		steps, graphs, by := decodes(batch), n.Pipeline().Graphs(), n.Pipeline().StepsByAccess()
 		for i := range steps {
 			if d := b.step(b.sequences, h); i >= presetFirst {
 				took = append(took, d)
@@ -216,8 +222,9 @@ func runPreset(t *testing.T, name string, fraction float64, tier configs.Tier, o
 			}
 		}
 		x.Roofline = rooflineSeconds(c, batch, batch, presetPrompt+steps/2, fraction, rate)
+		x.Direct = float64(n.Pipeline().StepsByAccess().Direct-by.Direct) / float64(steps)
 		note(x)
-		x.MissingBytes = 0
+		x.MissingBytes, x.Direct = 0, 0
 		b.free()
 	}
 	return fmt.Sprintf("%x", h.Sum(nil)[:8])

@@ -125,12 +125,28 @@ func tierOf(text string) (fraction string, tier configs.Tier) {
 	return text, configs.HostTier
 }
 
+// accessOf splits a fraction of -whole, "0.5", "0.5c" or "0.5d", where c and d say how steps of few
+// tokens get at offloaded experts.
+func accessOf(text string) (fraction string, access configs.ExpertAccess) {
+	if n := len(text); n > 0 && text[n-1] == 'c' {
+		return text[:n-1], configs.CopyAccess
+	} else if n > 0 && text[n-1] == 'd' {
+		return text[:n-1], configs.DirectAccess
+	}
+	return text, configs.AutoAccess
+}
+
 // logTraffic logs the bytes fetched from each tier since before, and the rate.
 func logTraffic(t *testing.T, what string, before, after observe.Experts, took time.Duration) {
 	t.Helper()
 	for tier := range after.Fetched {
 		if bytes := after.Fetched[tier] - before.Fetched[tier]; bytes > 0 {
 			t.Logf("%s: %.3f GB from %s in %v: %.1f GB/s", what, float64(bytes)/1e9, experts.Tier(tier), took.Round(time.Microsecond), float64(bytes)/1e9/took.Seconds())
+		}
+	}
+	for tier := range after.ReadInPlace {
+		if bytes := after.ReadInPlace[tier] - before.ReadInPlace[tier]; bytes > 0 {
+			t.Logf("%s: %.3f GB read in place from %s in %v: %.1f GB/s", what, float64(bytes)/1e9, experts.Tier(tier), took.Round(time.Microsecond), float64(bytes)/1e9/took.Seconds())
 		}
 	}
 	if n := after.PrefetchPredicted - before.PrefetchPredicted; n > 0 {

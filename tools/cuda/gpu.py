@@ -243,6 +243,13 @@ def milliseconds(seconds):
     return f"{1e3 * seconds:.2f}" if seconds < 1 else f"{1e3 * seconds:.0f}"
 
 
+def access(r):
+    """How a step of few tokens got at offloaded experts, unless that was left to the model and it copied them."""
+    if r.get("access", "auto") != "auto":
+        return f", {r['access']}"
+    return f", {100 * r['direct']:.0f} % direct" if r.get("direct") else ""
+
+
 def table(logs):
     logs = pathlib.Path(logs)
     steps = logs / "presets.json"
@@ -251,7 +258,7 @@ def table(logs):
         print("| model | layers | offloaded | step | sequences | tokens | ms | roofline, ms | share of roofline | tokens/s |")
         print("|---|---|---|---|---|---|---|---|---|---|")
         for r in rows:
-            start = f"| {r['model']} | {r['layers']} | {100 * r['fraction']:.0f} %, {r.get('tier', 'host')}{', not overlapped' if r.get('apart') else ''} | {r['kind']} |"
+            start = f"| {r['model']} | {r['layers']} | {100 * r['fraction']:.0f} %, {r.get('tier', 'host')}{', not overlapped' if r.get('apart') else ''}{access(r)} | {r['kind']} |"
             if r["kind"] == "load":
                 print(f"{start} – | – | {1e3 * r['seconds']:.0f} | – | – | – |")
             else:

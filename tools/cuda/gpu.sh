@@ -17,6 +17,9 @@
 #   whole-mixtral the same of Mixtral: 93 GB, of which host memory must hold up to 84 GiB
 #   tiers         two GPUs: devicetest's peer part; fixtures with experts on the second GPU, whose memory is
 #                 revoked meanwhile; Qwen1.5-MoE, and Mixtral with half of its experts, in host memory and on the second GPU
+#   access        decode steps of 1 to 8 sequences of Qwen1.5-MoE, Qwen3-30B-A3B and Mixtral (cut to 16 layers) with half of the
+#                 experts in host memory, and with two GPUs on the second one: copied, read in place, and by the model
+#                 (--expert-access); equal tokens. ACCESS are models of these (default: all); about 6 minutes on one GPU
 #   multipath-tests  two to eight GPUs: copies between the host and each GPU over all their PCIe links, byte for byte, with relays that
 #                 are removed meanwhile; rates and processor time by the number of relays
 #   sweep         two GPUs: Mixtral with all layers, 324 and 3,240 sequences, at 0, 50 and 100 % on the host and on the second
@@ -171,7 +174,7 @@ run() {
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
   for part in "$@"; do
-    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral tiers multipath-tests sweep predicted guard soak reclaim preload bench sanitize beside gaps layout kvcopy latency kv kvtiers lending prefix hits fairness links sleep multipath calibrate load " == *" $part "* ]] || usage
+    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral tiers access multipath-tests sweep predicted guard soak reclaim preload bench sanitize beside gaps layout kvcopy latency kv kvtiers lending prefix hits fairness links sleep multipath calibrate load " == *" $part "* ]] || usage
   done
   [ -e "$folder/bundle.tar.xz" ] || { echo "there is no $folder/bundle.tar.xz: tools/cuda/gpu.sh build makes it" >&2; exit 2; }
   xz -dc "$folder/bundle.tar.xz" | tar -xf - -C "$work" || exit 1
@@ -233,6 +236,17 @@ run() {
         limit 120 node node tiers "$work/node.test" "${overlap[@]}" -test.v -test.run 'GPUTiers' -peer 1
         limit 200 node presets tiers-qwen "$work/node.test" "${overlap[@]}" -test.v -test.run GPUPresets -peer 1 -whole 'qwen1.5-moe-a2.7b@0,0.5,0.5p,1,1p' -host-gib "$host" -steps "$logs/presets.json"
         limit 280 node presets tiers-mixtral "$work/node.test" "${overlap[@]}" -test.v -test.timeout 280s -test.run GPUPresets -peer 1 -whole 'mixtral-8x7b@0.5,0.5p' -host-gib "$host" -steps "$logs/presets.json" ;;
+      access)
+        peers=() more=
+        if [ "$(nvidia-smi --query-gpu=index --format=csv,noheader | wc -l)" -gt 1 ]; then peers=(-peer 1) more=,0.5pc,0.5pd,0.5p; fi
+        limit 300 node node in-place "$work/node.test" "${overlap[@]}" -test.v -test.timeout 300s -test.run 'GPUInPlace' "${peers[@]}"
+        for model in ${ACCESS:-qwen1.5-moe-a2.7b qwen3-30b-a3b mixtral-8x7b}; do
+          layers=()
+          [ "$model" != mixtral-8x7b ] || layers=(-layers 16)
+          limit 400 node presets "access-$model" "$work/node.test" "${overlap[@]}" -test.v -test.timeout 400s -test.run GPUPresets "${peers[@]}" "${layers[@]}" \
+            -batches 1,2,4,8 -whole "$model@0,0.5c,0.5d,0.5$more" -host-gib "$host" -steps "$logs/presets.json"
+          grep -E 'decode of' "$work/said" | sed 's/.*_test.go:[0-9]*: //' | tee -a "$logs/table.log"
+        done ;;
       multipath-tests) limit 180 transfer multipath multipath-tests "$work/transfer.test" -test.v -test.run GPU ;;
       sweep)
         limit 60 pipeline device orders "$work/pipeline.test" -test.v -test.run GPUOrders
