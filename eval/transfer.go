@@ -463,6 +463,8 @@ type Calibration struct {
 	// Date of the measurement, and Version of what measured: parts of the name, if there
 	// are any.
 	Date, Version string
+	// Reads of kernels, where they were measured.
+	Reads Reads
 }
 
 // Start is the base with the machine's name, before anything measured is put into it. Its
@@ -538,12 +540,21 @@ func Calibrate(r *TransferResult, c Calibration) (planner.Hardware, error) {
 		h.Sources["peer_to_gpu_bytes_per_s"], h.Sources["peer_copy_latency_s"] = measured, started
 	} else {
 		h.PeerMemory, h.PeerToGPU, h.PeerCopyLatency, h.PeerLoadKernelBelow, h.PeerStoreKernelBelow = 0, 0, 0, 0, 0
-		h.PeerLoadKernelBlocks, h.PeerStoreKernelBlocks = 0, 0
+		h.PeerLoadKernelBlocks, h.PeerStoreKernelBlocks, h.PeerReadRate = 0, 0, 0
 		for _, key := range []string{
 			"peer_memory_bytes", "peer_to_gpu_bytes_per_s", "peer_copy_latency_s", "peer_load_kernel_below_bytes", "peer_store_kernel_below_bytes",
-			"peer_load_kernel_thread_blocks", "peer_store_kernel_thread_blocks",
+			"peer_load_kernel_thread_blocks", "peer_store_kernel_thread_blocks", "peer_kernel_read_bytes_per_s",
 		} {
 			h.Sources[key] = "none: bench transfer had no peer"
+		}
+	}
+	for _, read := range []struct {
+		key  string
+		rate float64
+		to   *float64
+	}{{"host_kernel_read_bytes_per_s", c.Reads.Host, &h.HostReadRate}, {"peer_kernel_read_bytes_per_s", c.Reads.Peer, &h.PeerReadRate}} {
+		if read.rate > 0 {
+			*read.to, h.Sources[read.key] = read.rate, by+"a kernel on all multiprocessors that reads an extent of the largest size"
 		}
 	}
 	if err := h.Validate(); err != nil {

@@ -82,6 +82,15 @@
 // A CUDA graph needs a store whose experts are all resident: during capture, layers come
 // from step.ForCapture(), and step.UseAllLayers precedes each launch.
 //
+// In a step of few tokens kernels can also read every expert where it lies (Config.InPlace):
+//
+//	step, err = step.ReadInPlace()    // one reference on all peer copies, tables up to date
+//	use, err := step.Layer(ctx, l)    // all experts in one wave, nothing to wait for
+//	step.End()                        // the references end
+//
+// What Layer returns then is the same in every step, so that graphs of such steps can be
+// captured, too.
+//
 // Prefetch and PrefetchPredicted may be called at any time and repeatedly; opening a layer
 // and FetchChosen fetch what these have not. When the next layer is prefetched while one
 // is open, the expert cache holds both. Copies into slots that an earlier layer used wait
@@ -103,7 +112,8 @@
 //   - A slot is read only after the last byte of its expert has landed: readers wait for
 //     fences that only completed copies signal.
 //   - A slot is overwritten only after its last reader's fence value.
-//   - Every copy from a peer's memory holds a reference on it until the copy has ended.
+//   - Every copy from a peer's memory holds a reference on it until the copy has ended; so does
+//     every step that reads peers' memory in place, until the host has seen its end.
 //   - Slots are assigned round robin, waves by expert id: never by time.
 //   - What a step reads does not depend on tiers, migrations, revocations or failures.
 //   - There is one allocation for all resident extents, one for the expert cache, and one

@@ -49,6 +49,11 @@
 // late. Slabs on an unhealthy peer are not scrubbed. An empty slab goes through the same
 // phases, but does not count as revoked.
 //
+// # Readers
+//
+// A copy takes a reference on each handle that it reads (Handle.Acquire). A step whose kernels
+// read many handles in place takes one for all of them: see StepReader.
+//
 // # Clients give way to each other
 //
 // What is borrowed is worth the time that it saves per second. Cost is that quantity for any
@@ -83,7 +88,8 @@
 //   - A handle ends once: either Free returned nil and its callback never runs, or it was
 //     revoked and its callback runs exactly once, after its last reader.
 //   - No memory is reused, scrubbed or freed while a reference on it is held or a fence
-//     value passed to Ref.ReleaseAt is not reached, regardless of the deadline.
+//     value passed to Ref.ReleaseAt is not reached, or while a step of a StepReader that began
+//     before it was refused has not ended, regardless of the deadline.
 //   - Two live handles never overlap.
 //   - A peer whose readings say that it is lost, or whose Health is an error, is unhealthy,
 //     also after Readmit. A peer without a reading lends nothing new.

@@ -16,6 +16,10 @@
 //		ref.ReleaseAt(ticket.End())
 //	} else { … read host memory instead … }
 //
+//	version := c.BeginStep()                // many in place, for a step: no lock either
+//	… if version has changed: copy := c.Readable(id) for each, …
+//	c.EndStep()
+//
 //	err = c.Drop(id)                        // its memory is freed once its readers are done
 //	err = c.Close()
 //

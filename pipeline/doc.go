@@ -16,12 +16,15 @@
 // next layer are prefetched, so that the copies of most have started before that layer's
 // router has run.
 //
+// A step of very few tokens may read experts where they lie instead (InPlace), if that is faster
+// (AccessModel).
+//
 // Where the host computes attention, with the KV cache in its memory, the plan is
 // OverlappedCPUAttention: the micro-batches form two merge groups, each with an Executor,
 // and the device runs the experts of one while the host computes attention for the other.
 // CGOPipe is the order of MoE-Lightning, for comparison. docs/design/pipeline.md has diagrams.
 //
-// Where all experts are resident, repeated decode steps are captured and launched as CUDA
+// Where all experts are resident or read in place, repeated decode steps are captured and launched as CUDA
 // graphs, with the same results: see docs/design/pipeline.md.
 //
 // A step may wait for points before it reads the KV cache, and signal others once it has

@@ -47,8 +47,9 @@ of copies that are queued back to back.
 --plot draws latency over size, with models named at the size of one of their
 experts, and the ratio of host to peer.
 
---calibrate writes the rates as hardware for --hardware. With --peers it also finds how
-copies between host and GPU use the links of the peers best: which of them pay as relays,
+--calibrate writes the rates as hardware for --hardware, on GPUs also those at which a
+kernel reads host and peer memory (for --expert-access). With --peers it finds how copies
+between host and GPU use the links of the peers best: which of them pay as relays,
 the sizes of chunks and from which size of a copy on relays are used, and which links
 share a rate. What copies do not show (memory sizes, compute rates) comes from
 --hardware, or from the devices where it is known.
@@ -145,13 +146,21 @@ func benchTransfer(ctx context.Context, s *streams, set *settings, o *transferOp
 		formats, o.plots, o.calibrate = nil, nil, ""
 	}
 	r := &transferResult{TransferResult: eval.TransferResult{Run: run, Machine: d.machine, Points: points}}
+	var reads eval.Reads
+	if o.calibrate != "" && d.Real() { // emulated devices do not model reads of kernels over links
+		if reads, err = eval.MeasureReads(ctx, measure, planning.BlockCopier(d.Enqueuing())); err != nil {
+			interrupted = benchError(err)
+			s.notice(&set.Output, "the sizes that were measured follow; no calibration")
+			o.calibrate = ""
+		}
+	}
 	if o.calibrate != "" && len(d.relays) > 0 && !r.Unpaced() {
 		if r.Multipath, interrupted = d.calibrateMultipath(ctx, s, set); interrupted != nil {
 			s.notice(&set.Output, "the sizes that were measured follow; no calibration")
 			o.calibrate = ""
 		}
 	}
-	written := writeAll(s, res, r, o.files(r, formats, d, base), r.table)
+	written := writeAll(s, res, r, o.files(r, reads, formats, d, base), r.table)
 	return errors.Join(written, interrupted)
 }
 
@@ -264,7 +273,7 @@ func (c *copied) calibrationBase(named *planner.Hardware, path string) (*planner
 }
 
 // files are those that a measurement writes.
-func (o *transferOptions) files(r *transferResult, formats []string, d *copied, base *planner.Hardware) []outputFile {
+func (o *transferOptions) files(r *transferResult, reads eval.Reads, formats []string, d *copied, base *planner.Hardware) []outputFile {
 	var files []outputFile
 	for i, path := range o.plots {
 		files = append(files, outputFile{path, func(w io.Writer) error { return eval.PlotTransfer(w, formats[i], &r.TransferResult) }})
@@ -274,6 +283,7 @@ func (o *transferOptions) files(r *transferResult, formats []string, d *copied, 
 	}
 	if o.calibrate != "" {
 		files = append(files, calibrated(o.calibrate, &r.Run, base, func(c eval.Calibration) (planner.Hardware, error) {
+			c.Reads = reads
 			h, err := eval.Calibrate(&r.TransferResult, c)
 			if err == nil && r.Multipath != nil {
 				err = r.Multipath.Put(&h, &r.Machine, d.number)

@@ -29,6 +29,9 @@ func CopyKernel(h planner.Hardware, t *device.Topology, b kernels.Backend, gpu d
 	return k
 }
 
+// BlockCopier is a backend that copies blocks by a kernel.
+func BlockCopier(b kernels.Backend) transfer.BlockCopier { return blockCopier{b} }
+
 // blockCopier is a backend as package transfer uses it.
 type blockCopier struct{ kernels.Backend }
 
