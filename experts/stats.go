@@ -79,10 +79,11 @@ func (b FetchedBytes) MarshalJSON() ([]byte, error) {
 // form.
 type Stats struct {
 	// Uses by the tier that the expert was found in: Resident; Cached, in the expert cache
-	// from an earlier use; or Peer or Host, from where it was fetched for this use.
+	// from an earlier use; or Peer or Host, from where it was fetched for this use, or read in
+	// place.
 	Uses ByTier `json:"uses"`
 	// Hits are uses of resident and cached experts. Misses are uses for which the expert was
-	// fetched. The first use of a fetched expert is a miss, even if a prefetch had landed by
+	// fetched, or read in place. The first use of a fetched expert is a miss, even if a prefetch had landed by
 	// then; later uses are hits until its slot is reused. Hits and Misses add up to all uses.
 	Hits   int64 `json:"hits"`
 	Misses int64 `json:"misses"`

@@ -202,8 +202,7 @@ func (c *accessChooser) took(d time.Duration) {
 // StepsByAccess counts the finished steps of a model with offloaded experts by how they got at
 // these; Direct: kernels read them in place, Copied: they were copied to the expert cache.
 type StepsByAccess struct {
-	Copied int64 `json:"copy"`
-	Direct int64 `json:"direct"`
+	Copied, Direct int64
 }
 
 // StepsByAccess returns the counts since New. It may be called from any goroutine.

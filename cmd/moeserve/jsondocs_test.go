@@ -516,6 +516,7 @@ var fieldDocs = map[string]string{
 	"peer_kernel_read_bytes_per_s":  "the same of a peer's memory",
 	"sources":                       "where each figure is from, by field",
 
+	"steps_by_access":                 "steps of a model with offloaded experts, by how they got at these: copied them (`copy`), or read them where they lie (`direct`)",
 	"host_kernel_read_bytes_per_s":    "rate at which kernels read host memory in place; 0: not measured",
 	"peer_kernel_read_bytes_per_s":    "the same of a peer's memory",
 	"host_load_kernel_below_bytes":    "block size below which a kernel copies scattered blocks from the host faster than the copy engines; 0: never",

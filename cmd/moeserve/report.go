@@ -54,7 +54,9 @@ type runReport struct {
 	StallSeconds  map[string]float64 `json:"stall_s"`
 	GraphCaptures int64              `json:"graph_captures"`
 	GraphLaunches int64              `json:"graph_launches"`
-	Experts       observe.Experts    `json:"experts"`
+	// StepsByAccess are how steps got at offloaded experts.
+	StepsByAccess map[string]int64 `json:"steps_by_access"`
+	Experts       observe.Experts  `json:"experts"`
 	// Peers are what is borrowed of each at the end.
 	Peers []observe.Borrowed `json:"peers"`
 	// Revocations of slabs of peer memory, by reason.
@@ -98,7 +100,7 @@ func newRunResult(a *answer, loaded, r *observe.Report) *runResult {
 		PrefillRate: rate(len(a.prompt), a.prefill), DecodeRate: rate(len(a.ids)-1, a.decode),
 		Steps: r.Steps, Retried: r.Retried,
 		StallSeconds: r.Pipeline.Stalls.ByName(), GraphCaptures: int64(r.Pipeline.Graphs.Captured), GraphLaunches: int64(r.Pipeline.Graphs.Launched),
-		Experts: r.Experts, Peers: r.Harvest.Borrowed(), Revocations: r.Harvest.Revocations,
+		StepsByAccess: map[string]int64{"copy": r.Pipeline.Steps.Copied, "direct": r.Pipeline.Steps.Direct}, Experts: r.Experts, Peers: r.Harvest.Borrowed(), Revocations: r.Harvest.Revocations,
 		Links: []linkReport{}, Memory: r.Memory, KVTiers: append([]observe.KVTier{}, r.KVTiers.Tiers...), Layers: append([]observe.Layer{}, r.Layers...),
 	}
 	if n := len(a.ids) - 1; n > 0 {
@@ -206,8 +208,11 @@ func (r *runResult) summary(hasText bool) []string {
 		lines = append(lines, fmt.Sprintf("TPOT\t%s (decode %s)", seconds(p.TPOTSeconds), tokensPerSecond(p.DecodeRate)))
 	}
 	if e := &p.Experts; e.Hits+e.Misses > 0 {
-		lines = append(lines, fmt.Sprintf("experts\thit rate %s: %s, %s (%d prefetched)",
-			percent(e.HitRate), plural(e.Hits, "hit"), plural(e.Misses, "miss"), e.Prefetched))
+		line := fmt.Sprintf("experts\thit rate %s: %s, %s (%d prefetched)", percent(e.HitRate), plural(e.Hits, "hit"), plural(e.Misses, "miss"), e.Prefetched)
+		if n := p.StepsByAccess["direct"]; n > 0 {
+			line += fmt.Sprintf(", read in place in %s", plural(n, "step"))
+		}
+		lines = append(lines, line)
 	}
 	lines = append(lines, p.fetches()...)
 	if len(p.KVTiers) > 0 {
