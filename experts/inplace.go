@@ -64,13 +64,9 @@ func (x *inPlace) open(o Options, p *Plan, host device.Memory) {
 		x.unavailable = fmt.Errorf("%w: no expert is there", ErrNotInPlace)
 		return
 	}
-	r := host.Range(0, host.Bytes())
-	at, err := o.Machine.KernelAddr(o.Space, r)
-	if err != nil {
-		x.unavailable = fmt.Errorf("%w: %w", ErrNotInPlace, err)
+	if x.unavailable = x.mapHost(host); x.unavailable != nil {
 		return
 	}
-	x.hostOffset = at - r.Addr
 	x.from = make([]Tier, len(p.Layers)*p.Experts)
 	all := make([]int, p.Experts)
 	for e := range all {
@@ -82,6 +78,17 @@ func (x *inPlace) open(o Options, p *Plan, host device.Memory) {
 		slots := kernels.New(x.memory.Range(int64(i)*row, row).Addr, kernels.U64, p.Experts)
 		x.uses = append(x.uses, Use{Slots: slots, Waves: []Wave{{Experts: ids, IDs: all}}, All: ids, open: opening{capturing: true}})
 	}
+}
+
+// mapHost finds where kernels read the memory of the host's experts.
+func (x *inPlace) mapHost(host device.Memory) error {
+	r := host.Range(0, host.Bytes())
+	at, err := x.machine.KernelAddr(x.reader, r)
+	if err != nil {
+		return fmt.Errorf("%w: %w", ErrNotInPlace, err)
+	}
+	x.hostOffset = at - r.Addr
+	return nil
 }
 
 func (x *inPlace) close() error { return errors.Join(free(x.memory), free(x.image)) }
@@ -153,6 +160,9 @@ func (s *steps) beginInPlace() error {
 		return nil
 	}
 	x.valid = false
+	if err := x.mapHost(s.places.host); err != nil { // it may have been suspended and resumed
+		return err
+	}
 	moving := s.writeInPlace(usesPeers)
 	if err := s.compute.Copy(x.memory.Range(0, x.memory.Bytes()), x.image.Range(0, x.memory.Bytes())); err != nil {
 		return fmt.Errorf("upload the tables: %w", err)

@@ -55,9 +55,10 @@ func TestPlannedIsAllocated(t *testing.T) {
 		s.Batch.Attention = []configs.Place{configs.AnyPlace, configs.OnGPU, configs.OnCPU}[random.IntN(3)]
 		s.Batch.Grouping = []configs.Grouping{configs.PerLayer, configs.PerMicroBatch}[random.IntN(2)]
 		s.Batch.NumMicroBatches = between(0, 9) * random.IntN(2)
+		s.Batch.ExpertAccess = configs.ExpertAccess(random.IntN(3))
 		o := Options{Settings: s, WithoutTokenizer: true, HostLogits: random.IntN(2) == 0, CacheLayers: between(0, 3)}
-		t.Run(fmt.Sprintf("%s/%v/%s/%d,%d,%d,%d/%s,%s,%d/%v/%v,%d", filepath.Base(s.Model.Name), s.Offload.Fraction, s.Offload.Tier,
-			s.Batch.MaxNumSeqs, s.Batch.MaxNumBatchedTokens, s.Batch.MicroBatchSize, s.KV.MaxModelLen, s.Batch.Attention, s.Batch.Grouping, s.Batch.NumMicroBatches, s.Offload.DynamicResidency, o.HostLogits, o.CacheLayers), func(t *testing.T) {
+		t.Run(fmt.Sprintf("%s/%v/%s/%d,%d,%d,%d/%s,%s,%d/%v/%v,%d/%s", filepath.Base(s.Model.Name), s.Offload.Fraction, s.Offload.Tier,
+			s.Batch.MaxNumSeqs, s.Batch.MaxNumBatchedTokens, s.Batch.MicroBatchSize, s.KV.MaxModelLen, s.Batch.Attention, s.Batch.Grouping, s.Batch.NumMicroBatches, s.Offload.DynamicResidency, o.HostLogits, o.CacheLayers, s.Batch.ExpertAccess), func(t *testing.T) {
 			plannedIsTaken(t, o)
 		})
 	}

@@ -74,10 +74,16 @@ func TestSleepSameTokens(t *testing.T) {
 		fraction float64
 		change   func(*configs.Settings)
 	}{
-		"resident":              {0, nil},
-		"resident/graphs off":   {0, func(s *configs.Settings) { s.Kernels.EnforceEager = true }},
-		"half/host":             {0.5, func(s *configs.Settings) { s.Offload.Tier = configs.HostTier }},
-		"half/peers":            {0.5, func(s *configs.Settings) { s.Offload.Tier = configs.PeerTier }},
+		"resident":            {0, nil},
+		"resident/graphs off": {0, func(s *configs.Settings) { s.Kernels.EnforceEager = true }},
+		"half/host":           {0.5, func(s *configs.Settings) { s.Offload.Tier = configs.HostTier }},
+		"half/peers":          {0.5, func(s *configs.Settings) { s.Offload.Tier = configs.PeerTier }},
+		"half/host, direct": {0.5, func(s *configs.Settings) {
+			s.Offload.Tier, s.Batch.ExpertAccess = configs.HostTier, configs.DirectAccess
+		}},
+		"half/peers, direct": {0.5, func(s *configs.Settings) {
+			s.Offload.Tier, s.Batch.ExpertAccess = configs.PeerTier, configs.DirectAccess
+		}},
 		"half/dynamic":          {0.5, func(s *configs.Settings) { s.Offload.DynamicResidency, s.Harvest.MigrationLimit = true, "0" }},
 		"all/any tier":          {1, func(s *configs.Settings) { s.Harvest.MigrationLimit = "0" }},
 		"half/KV tiers":         {0.5, func(s *configs.Settings) { s.KV.TransferConfig = kvTiers }},

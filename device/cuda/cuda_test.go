@@ -876,6 +876,14 @@ func TestLargeHostMemory(t *testing.T) {
 		standin.Fail("cuMemHostRegister_v2", outOfMemory, 0)
 		_, err := r.m.Alloc(device.Host, n, "not to be pinned")
 		r.wants(err, device.ErrOutOfMemory)
+		standin.Fail("cuMemHostGetDevicePointer_v2", 1, 0) // CUDA_ERROR_INVALID_VALUE
+		_, err = r.m.KernelAddr(device.HBM(0), all(src))
+		r.wants(err, device.ErrUnreachable)
+		at, err := r.m.KernelAddr(device.HBM(0), src.Range(256, 256))
+		r.ok(err)
+		if at != src.Range(256, 256).Addr {
+			t.Errorf("kernels read host memory at %#x, which is at %v", at, src.Range(256, 256))
+		}
 	}
 }
 
@@ -1114,6 +1122,8 @@ func TestNoPeerAccess(t *testing.T) {
 	a, b := r.alloc(device.HBM(0), 8), r.alloc(device.HBM(1), 8)
 	s := r.stream(0, "between")
 	r.wants(s.Copy(all(a), all(b)), device.ErrUnreachable)
+	_, err := r.m.KernelAddr(device.HBM(0), all(b))
+	r.wants(err, device.ErrUnreachable)
 	via := r.alloc(device.Host, 8)
 	down := r.stream(1, "down")
 	r.ok(down.Copy(all(via), all(b)))
