@@ -64,8 +64,9 @@ type Info struct {
 
 // Counts are what a node has done so far.
 type Counts struct {
-	// FetchedHost and FetchedPeer are bytes of experts that were fetched.
-	FetchedHost, FetchedPeer int64
+	// FetchedHost and FetchedPeer are bytes of experts that were fetched, or read in place.
+	// DirectSteps are steps that read experts in place.
+	FetchedHost, FetchedPeer, DirectSteps int64
 	// Hits and Misses are uses of experts.
 	Hits, Misses int64
 	// Stalls are seconds in which the compute stream waited, by cause.

@@ -52,7 +52,9 @@ type Result struct {
 	Hits    int64   `json:"hits"`
 	Misses  int64   `json:"misses"`
 	HitRate float64 `json:"hit_rate"`
-	// FetchedBytes and StallS are over all trials, DecodeStepBytes a decode step's
+	// DirectSteps are the steps of all trials that read offloaded experts in place.
+	DirectSteps int64 `json:"direct_steps"`
+	// FetchedBytes, with what was read in place, and StallS are over all trials, DecodeStepBytes a decode step's
 	// mean.
 	FetchedBytes    Bytes              `json:"fetched_bytes"`
 	DecodeStepBytes Bytes              `json:"decode_step_bytes"`

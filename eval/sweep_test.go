@@ -391,7 +391,7 @@ func TestResultKeys(t *testing.T) {
 	for _, key := range []string{
 		"model", "device", "dtype", "load_format", "tier", "offload_fraction", "micro_batch_tokens", "num_micro_batches", "expert_grouping",
 		"attention", "requests", "prompt_tokens", "generated_tokens", "trials", "throughput_tok_s", "decode_tok_s", "stddev_tok_s",
-		"run", "driver_version", "emulation", "hardware", "hits", "misses", "hit_rate", "prefill_tok_s", "decode_stddev_tok_s",
+		"run", "driver_version", "emulation", "hardware", "hits", "misses", "hit_rate", "direct_steps", "prefill_tok_s", "decode_stddev_tok_s",
 		"fetched_bytes", "distinct_experts", "stall_s", "hbm_peak_bytes", "roofline", "tokens_sha256", "prediction", "emulated",
 	} {
 		if _, ok := objects[0][key]; !ok {

@@ -271,6 +271,7 @@ type part struct {
 	seconds      float64
 	fetched      Bytes
 	hits, misses int64
+	directSteps  int64
 	stalls       map[string]float64
 }
 
@@ -280,6 +281,7 @@ func (m *measurement) count(p *part) {
 	r.FetchedBytes.add(p.fetched)
 	r.Hits += p.hits
 	r.Misses += p.misses
+	r.DirectSteps += p.directSteps
 	for cause, s := range p.stalls {
 		r.StallS[cause] += s
 	}
@@ -306,7 +308,7 @@ func (m *measurement) timed(ctx context.Context, run func(context.Context) error
 	p := part{
 		seconds: took.Seconds(),
 		fetched: Bytes{Host: after.FetchedHost - before.FetchedHost, Peer: after.FetchedPeer - before.FetchedPeer},
-		hits:    after.Hits - before.Hits, misses: after.Misses - before.Misses,
+		hits:    after.Hits - before.Hits, misses: after.Misses - before.Misses, directSteps: after.DirectSteps - before.DirectSteps,
 		stalls: map[string]float64{},
 	}
 	for cause, s := range after.Stalls {

@@ -111,7 +111,7 @@ var fieldDocs = map[string]string{
 	"Result.tier":              "where offloaded experts come from: `host`, `peer`, or `none` at fraction 0",
 	"uses":                     "times that a layer of a step needed an expert, by the tier that it was in at that time",
 	"ExpertSnapshot.uses":      "steps in which the layer used the expert",
-	"misses":                   "uses of experts that had to be fetched",
+	"misses":                   "uses of experts that had to be fetched, or were read in place",
 	"prefetched":               "of the misses, those fetched before the layer needed them",
 	"failed_fetches":           "fetches that failed or were canceled",
 	"fetched_bytes":            "bytes of experts fetched, by the tier they came from",
@@ -517,6 +517,7 @@ var fieldDocs = map[string]string{
 	"sources":                       "where each figure is from, by field",
 
 	"steps_by_access":                 "steps of a model with offloaded experts, by how they got at these: copied them (`copy`), or read them where they lie (`direct`)",
+	"direct_steps":                    "steps of all trials that read offloaded experts in place (`--expert-access`)",
 	"host_kernel_read_bytes_per_s":    "rate at which kernels read host memory in place; 0: not measured",
 	"peer_kernel_read_bytes_per_s":    "the same of a peer's memory",
 	"host_load_kernel_below_bytes":    "block size below which a kernel copies scattered blocks from the host faster than the copy engines; 0: never",

@@ -77,7 +77,9 @@ func (b *Node) Counts(ctx context.Context) (eval.Counts, error) {
 	c := eval.Counts{
 		Hits: r.Experts.Hits, Misses: r.Experts.Misses,
 		Stalls:      r.Pipeline.Stalls.ByName(),
-		FetchedHost: r.Experts.Fetched[experts.Host], FetchedPeer: r.Experts.Fetched[experts.Peer],
+		FetchedHost: r.Experts.Fetched[experts.Host] + r.Experts.ReadInPlace[experts.Host],
+		FetchedPeer: r.Experts.Fetched[experts.Peer] + r.Experts.ReadInPlace[experts.Peer],
+		DirectSteps: r.Pipeline.Steps.Direct,
 	}
 	for _, l := range r.Layers {
 		c.RoutedTokens = append(c.RoutedTokens, l.RoutedTokens)
