@@ -117,6 +117,14 @@ type Stats struct {
 	MigratedBytes int64 `json:"migrated_bytes"`
 }
 
+// OffloadedUses is how many of all uses were of offloaded experts.
+func (s *Store) OffloadedUses() int64 {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	u := &s.counts.Uses
+	return u[Cached] + u[Peer] + u[Host]
+}
+
 // HitRate returns hits / (hits + misses); 0 if both are 0.
 func HitRate(hits, misses int64) float64 {
 	if hits+misses == 0 {

@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"math"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -135,7 +136,7 @@ func TestAutoAccessSameResults(t *testing.T) {
 	const steps = 150
 	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{}).generate(4, steps, nil)
 	m := accessModel(1, 1)
-	m.Experts, m.TopK, m.Layers, m.ExpertBytes = 8, 2, 2, 1<<16
+	m.Experts, m.TopK, m.Layers = 8, 2, 2
 	for _, peers := range [][]device.Space{nil, {device.HBM(1)}} {
 		mo := emulated.Options{
 			Virtual: true, Check: true, HostLink: emulated.Link{BytesPerSecond: 1e9, Latency: time.Microsecond}, PeerLink: emulated.Link{BytesPerSecond: 5e9},
@@ -149,7 +150,8 @@ func TestAutoAccessSameResults(t *testing.T) {
 		}
 		by := r.p.StepsByAccess()
 		t.Logf("peers %v: %+v, %+v", peers, by, r.p.Graphs())
-		if by.Direct == 0 || by.Copied == 0 || by.Direct+by.Copied != 3*steps {
+		measured := slices.ContainsFunc(r.p.access.sizes[:], func(t accessTimes) bool { return t.n[byCopy] > 0 && t.n[inPlace] > 0 })
+		if !measured || by.Direct == 0 || by.Copied == 0 || by.Direct+by.Copied != 3*steps {
 			t.Errorf("peers %v: %+v of %d steps", peers, by, 3*steps)
 		}
 	}
@@ -167,7 +169,7 @@ func accessModel(host, peer float64) AccessModel {
 
 // TestAccessModel compares with times computed by hand.
 func TestAccessModel(t *testing.T) {
-	m := accessModel(0.9, 0.95)
+	m := accessModel(0.8, 0.95)
 	bytes := 0.5 * 4 * (17 << 20) // of two experts
 	if got := m.Missing(1); math.Abs(got/bytes-1) > 1e-9 {
 		t.Errorf("a token misses %.0f bytes a layer, want %.0f", got, bytes)
@@ -177,22 +179,22 @@ func TestAccessModel(t *testing.T) {
 	}
 	near := func(got time.Duration, want float64) bool { return math.Abs(got.Seconds()/want-1) < 1e-6 }
 	copied, read := m.Predict(1, 0)
-	if !near(copied, 24*(13e-6+bytes/4.6e12+7e-6+bytes/55e9)) || !near(read, 24*(5e-6+bytes/(0.9*55e9))) {
+	if !near(copied, 24*(13e-6+bytes/4.6e12+7e-6+1.08*bytes/55e9)) || !near(read, 24*(5e-6+bytes/(0.8*55e9))) {
 		t.Errorf("from the host: %v by copies, %v in place", copied, read)
 	}
 	if read < copied {
-		t.Errorf("from the host: %v in place, which is 10 %% slower, and %v by copies", read, copied)
+		t.Errorf("from the host: %v in place, which is 20 %% slower, and %v by copies", read, copied)
 	}
 	copied, read = m.Predict(1, 1)
-	if !near(copied, 24*(13e-6+bytes/4.6e12+9e-6+bytes/394e9)) || !near(read, 24*(4e-6+bytes/(0.95*394e9))) || read >= copied {
+	if !near(copied, 24*(13e-6+bytes/4.6e12+9e-6+1.08*bytes/394e9)) || !near(read, 24*(4e-6+bytes/(0.95*394e9))) || read >= copied {
 		t.Errorf("from peers: %v by copies, %v in place", copied, read)
 	}
 	copied, read = m.Predict(1, 0.5) // the host's half takes longer
-	if !near(copied, 24*(13e-6+bytes/4.6e12+7e-6+bytes/2/55e9)) || !near(read, 24*(5e-6+bytes/2/(0.9*55e9))) {
+	if !near(copied, 24*(13e-6+bytes/4.6e12+7e-6+1.08*bytes/2/55e9)) || !near(read, 24*(5e-6+bytes/2/(0.8*55e9))) {
 		t.Errorf("from both: %v by copies, %v in place", copied, read)
 	}
 	m.Peer.ReadRate = 0 // peers cannot be read: the host's copies are
-	if _, read = m.Predict(1, 1); !near(read, 24*(5e-6+bytes/(0.9*55e9))) {
+	if _, read = m.Predict(1, 1); !near(read, 24*(5e-6+bytes/(0.8*55e9))) {
 		t.Errorf("from peers that cannot be read: %v in place", read)
 	}
 	if m.Host.ReadRate = 0; m.Known() {
@@ -201,31 +203,42 @@ func TestAccessModel(t *testing.T) {
 }
 
 // TestAccessChooser: whatever the model says, steps take at most 3 % longer than with the better
-// of the two ways alone, over machines whose times differ from the model's by up to 40 %%, and
-// from step to step.
+// of the two ways alone, over machines whose times differ from the model's by up to 40 %, and where
+// the number of offloaded experts differs by 10 % from step to step. Where the two ways are within
+// 15 % of each other, that holds from the first 24 steps on.
 func TestAccessChooser(t *testing.T) {
 	random := rand.New(rand.NewPCG(1, 2))
-	worst := 0.0
+	worst, worstFirst := 0.0, 0.0
 	for range 400 {
 		c := accessChooser{setting: configs.AutoAccess, possible: true, limit: MaxInPlaceTokens, model: accessModel(0.8+0.4*random.Float64(), 0.8+0.4*random.Float64())}
 		tokens, peers := 1+random.IntN(MaxInPlaceTokens), random.Float64()
 		byCopies, inThePlace := c.model.Predict(tokens, peers)
 		truth := [accesses]float64{byCopies.Seconds() * (0.7 + 0.7*random.Float64()), inThePlace.Seconds() * (0.7 + 0.7*random.Float64())}
-		sum, steps := 0.0, 4000
-		for range steps {
+		base := 0.1 * truth[0] // the rest of a step
+		near := math.Abs(truth[0]/truth[1]-1) < 0.15
+		var sum float64
+		var each [accesses]float64
+		const steps = 4000
+		for i := range steps {
 			a := c.choose(tokens, true, peers)
-			took := truth[a] * (1 + 0.08*random.NormFloat64())
-			sum += truth[a]
-			c.took(time.Duration(took * float64(time.Second)))
+			load := max(0.2, 1+0.1*random.NormFloat64())
+			for w := range each {
+				each[w] += base + truth[w]*load
+			}
+			took := (base + truth[a]*load) * (1 + 0.01*random.NormFloat64())
+			sum += base + truth[a]*load
+			c.took(time.Duration(took*float64(time.Second)), int64(1000*load))
+			if slower := sum / min(each[0], each[1]); i == 23 && near {
+				worstFirst = max(worstFirst, slower)
+			}
 		}
-		best := min(truth[0], truth[1]) * float64(steps)
-		worst = max(worst, sum/best)
+		worst = max(worst, sum/min(each[0], each[1]))
 		if by := [...]int64{c.steps[0].Load(), c.steps[1].Load()}; by[0]+by[1] != int64(steps) {
 			t.Fatalf("%d and %d steps of %d", by[0], by[1], steps)
 		}
 	}
-	t.Logf("at most %.2f %% slower", 100*(worst-1))
-	if worst > 1.03 {
-		t.Errorf("steps take %.3f times as long as the better way", worst)
+	t.Logf("at most %.2f %% slower, in the first 24 steps of similar ways %.2f %%", 100*(worst-1), 100*(worstFirst-1))
+	if worst > 1.03 || worstFirst > 1.03 {
+		t.Errorf("steps take %.3f times as long as the better way, in the first 24 steps of similar ways %.3f times", worst, worstFirst)
 	}
 }

@@ -113,12 +113,14 @@ type Pipeline struct {
 	// done is recorded at the end of a step.
 	done device.Event
 
-	plans    *plans
-	access   accessChooser
-	batches  *batcher
-	metadata *stepMetadata
-	results  *results
-	routing  *routingReader
+	plans  *plans
+	access accessChooser
+	// offloadedUses of the store before the step.
+	offloadedUses int64
+	batches       *batcher
+	metadata      *stepMetadata
+	results       *results
+	routing       *routingReader
 	// attention is nil where the device computes attention.
 	attention    *hostAttention
 	enqueuer     enqueuer
@@ -370,11 +372,14 @@ func (p *Pipeline) complete(s *Step) (Result, error) {
 	} else {
 		p.launchPolicy.fail() // the step's tokens are good all the same
 	}
-	if p.plans.anyOffloaded() {
-		p.access.took(p.o.Machine.Now() - p.launchPolicy.start)
-	}
+	took := p.o.Machine.Now() - p.launchPolicy.start
 	if p.o.Experts != nil {
 		p.o.Experts.AddRoutedTokens(p.results.routedTokens())
+	}
+	if p.plans.anyOffloaded() {
+		used := p.o.Experts.OffloadedUses()
+		p.access.took(took, used-p.offloadedUses)
+		p.offloadedUses = used
 	}
 	return p.results.read(p.batches, s.Logits), nil
 }
