@@ -284,7 +284,7 @@ func (n *Node) assemble(ctx context.Context, u *setup, fit sizing.KVFit) (load t
 	}
 	n.started(n.pipe.Close)
 	if m := steps.AccessModel; m.Known() && u.needs.Plan.OffloadedExperts > 0 {
-		copied, direct := m.Predict(1, n.store.PeerShare())
+		copied, direct := m.Predict(1, true, n.store.PeerShare())
 		o.Log.Info("time of offloaded experts in a step of one token, predicted", "copy_s", copied.Seconds(), "direct_s", direct.Seconds())
 	}
 	if err := n.openLender(u, pool); err != nil {

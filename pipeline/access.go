@@ -62,23 +62,31 @@ func (m *AccessModel) Missing(tokens int) float64 {
 }
 
 // Predict returns the time that a step of so many tokens needs for its offloaded experts: by
-// copies of those selected, and by reading them in place. peers is the share of the offloaded
-// experts that have a peer copy. Links to peers and host work at the same time.
-func (m *AccessModel) Predict(tokens int, peers float64) (copied, inPlace time.Duration) {
+// copies, and by reading those selected in place. onDemand: those selected are copied, otherwise
+// all, while the layer before computes. peers is the share of the offloaded experts that have a
+// peer copy. Links to peers and host work at the same time.
+func (m *AccessModel) Predict(tokens int, onDemand bool, peers float64) (copied, inPlace time.Duration) {
 	missing := m.Missing(tokens)
-	fromPeer := missing * peers
-	if m.Peer.CopyRate == 0 {
-		fromPeer = 0
+	byCopy := 0.0
+	if onDemand {
+		byCopy = m.RoundTrip.Seconds() + missing/m.MemoryRate + m.copies((1+mispredicted)*missing, peers)
+	} else {
+		byCopy = m.copies(m.Offloaded*float64(m.Experts)*float64(m.ExpertBytes), peers)
 	}
-	fromHost := missing - fromPeer
-	byCopy := m.RoundTrip.Seconds() + missing/m.MemoryRate +
-		max(seconds((1+mispredicted)*fromPeer, m.Peer.CopyRate, m.Peer.CopyStart), seconds((1+mispredicted)*fromHost, m.Host.CopyRate, m.Host.CopyStart))
 	if m.Peer.ReadRate == 0 { // the host's copies are read
-		fromPeer, fromHost = 0, missing
+		peers = 0
 	}
-	byRead := max(seconds(fromPeer, m.Peer.ReadRate, m.Peer.ReadStart), seconds(fromHost, m.Host.ReadRate, m.Host.ReadStart))
+	byRead := max(seconds(missing*peers, m.Peer.ReadRate, m.Peer.ReadStart), seconds(missing*(1-peers), m.Host.ReadRate, m.Host.ReadStart))
 	layers := float64(m.Layers) * float64(time.Second)
 	return time.Duration(byCopy * layers), time.Duration(byRead * layers)
+}
+
+// copies is the time of so many bytes of a layer's experts by the copy engines.
+func (m *AccessModel) copies(bytes, peers float64) float64 {
+	if m.Peer.CopyRate == 0 {
+		peers = 0
+	}
+	return max(seconds(bytes*peers, m.Peer.CopyRate, m.Peer.CopyStart), seconds(bytes*(1-peers), m.Host.CopyRate, m.Host.CopyStart))
 }
 
 // access is how a step gets at offloaded experts.
@@ -95,13 +103,14 @@ const (
 
 // accessChooser chooses for each step of few tokens how it gets at offloaded experts: at first
 // by the model, then by the times that steps of as many tokens have taken, for each offloaded
-// expert that they used: their number differs from step to step by more than the two ways do.
+// expert that they used: where only selected ones are copied, their number differs from step to
+// step by more than the two ways do.
 //
 // Steps that are not as the choice says are run now and then, to measure them: probeSteps soon
 // after the first of a number of tokens, and of each probeInterval. The first probeSkip of them,
 // which fill the expert cache or are captured, do not count. So where the worse way takes 1.5
-// times as long, probes cost less than 0.8 % of the time; where the model says that it takes
-// longer than that, there are none.
+// times as long, probes cost less than 0.8 % of the time; where it is found to take longer than
+// that, or twice as long by the model, there are none.
 //
 // It depends on nothing but its calls.
 type accessChooser struct {
@@ -116,6 +125,8 @@ type accessChooser struct {
 	chosen   access
 	tokens   int
 	repeated int
+	// onDemand: copies of the present step would be of the experts selected.
+	onDemand bool
 
 	// steps counts finished steps of models with offloaded experts.
 	steps [accesses]atomic.Int64
@@ -123,7 +134,8 @@ type accessChooser struct {
 
 // accessTimes are the steps of one number of tokens.
 type accessTimes struct {
-	// mean is a moving average of the measured seconds for each offloaded expert used, of n steps.
+	// mean is a moving average of the measured seconds for each offloaded expert used, of n steps;
+	// where copies are of all experts, of seconds.
 	mean [accesses]float64
 	n    [accesses]int
 	// since counts steps since the latest probe, probing those left of one.
@@ -136,8 +148,9 @@ const (
 	probeInterval, probeSteps, probeSkip = 256, 4, 2
 	// firstProbe is the number of steps before the first probe of a number of tokens.
 	firstProbe = 5
-	// probeLimit is how much longer a way may take by the model, to be tried.
-	probeLimit = 1.5
+	// A way is tried that takes up to so many times as long as the other by the model, and once both
+	// were measured, by these times.
+	probePredicted, probeMeasured = 2.0, 1.5
 	// The choice is by measurement from minSamples steps of both ways on; the weight of a later step
 	// is 1/maxSamples.
 	minSamples, maxSamples = 2, 8
@@ -145,15 +158,15 @@ const (
 	movedBy = 0.2
 )
 
-// choose chooses for a step of so many tokens; small: it is one for which copies would be of the
-// routed experts only. peers is as in AccessModel.Predict.
-func (c *accessChooser) choose(tokens int, small bool, peers float64) access {
+// choose chooses for a step of so many tokens; onDemand and peers are as in AccessModel.Predict.
+func (c *accessChooser) choose(tokens int, onDemand bool, peers float64) access {
 	chosen := byCopy
+	c.onDemand = onDemand
 	if c.possible && tokens <= c.limit {
 		switch {
 		case c.setting == configs.DirectAccess:
 			chosen = inPlace
-		case c.setting == configs.AutoAccess && small && c.model.Known():
+		case c.setting == configs.AutoAccess && c.model.Known():
 			chosen = c.measured(tokens, peers)
 		}
 	}
@@ -167,24 +180,23 @@ func (c *accessChooser) choose(tokens int, small bool, peers float64) access {
 func (c *accessChooser) measured(tokens int, peers float64) access {
 	t := &c.sizes[tokens]
 	var now [accesses]time.Duration
-	now[byCopy], now[inPlace] = c.model.Predict(tokens, peers)
+	now[byCopy], now[inPlace] = c.model.Predict(tokens, c.onDemand, peers)
 	for a := range now {
 		if math.Abs(float64(now[a]-t.predicted[a])) > movedBy*float64(t.predicted[a]) {
 			*t = accessTimes{predicted: now, since: probeInterval - firstProbe}
 			break
 		}
 	}
+	times, limit := [...]float64{now[byCopy].Seconds(), now[inPlace].Seconds()}, probePredicted
+	if t.n[byCopy] >= minSamples && t.n[inPlace] >= minSamples {
+		times, limit = t.mean, probeMeasured
+	}
 	best := byCopy
-	if now[inPlace] < now[byCopy] {
+	if times[inPlace] < times[byCopy] {
 		best = inPlace
 	}
-	if t.n[byCopy] >= minSamples && t.n[inPlace] >= minSamples {
-		if best = byCopy; t.mean[inPlace] < t.mean[byCopy] {
-			best = inPlace
-		}
-	}
 	other := inPlace - best
-	if t.since++; t.since >= probeInterval && float64(now[other]) <= probeLimit*float64(now[best]) {
+	if t.since++; t.since >= probeInterval && times[other] <= limit*times[best] {
 		t.since, t.probing = 0, probeSteps
 	}
 	if t.probing > 0 {
@@ -200,6 +212,9 @@ func (c *accessChooser) took(d time.Duration, used int64) {
 	c.steps[c.chosen].Add(1)
 	if c.tokens > MaxInPlaceTokens || c.repeated < probeSkip || used <= 0 {
 		return
+	}
+	if !c.onDemand {
+		used = 1 // all experts are copied in every step
 	}
 	t := &c.sizes[c.tokens]
 	a := c.chosen

@@ -178,23 +178,28 @@ func TestAccessModel(t *testing.T) {
 		t.Errorf("many tokens miss %.3f experts, want 32", got)
 	}
 	near := func(got time.Duration, want float64) bool { return math.Abs(got.Seconds()/want-1) < 1e-6 }
-	copied, read := m.Predict(1, 0)
+	copied, read := m.Predict(1, true, 0)
 	if !near(copied, 24*(13e-6+bytes/4.6e12+7e-6+1.08*bytes/55e9)) || !near(read, 24*(5e-6+bytes/(0.8*55e9))) {
 		t.Errorf("from the host: %v by copies, %v in place", copied, read)
 	}
 	if read < copied {
 		t.Errorf("from the host: %v in place, which is 20 %% slower, and %v by copies", read, copied)
 	}
-	copied, read = m.Predict(1, 1)
+	copied, read = m.Predict(1, true, 1)
 	if !near(copied, 24*(13e-6+bytes/4.6e12+9e-6+1.08*bytes/394e9)) || !near(read, 24*(4e-6+bytes/(0.95*394e9))) || read >= copied {
 		t.Errorf("from peers: %v by copies, %v in place", copied, read)
 	}
-	copied, read = m.Predict(1, 0.5) // the host's half takes longer
+	copied, read = m.Predict(1, true, 0.5) // the host's half takes longer
 	if !near(copied, 24*(13e-6+bytes/4.6e12+7e-6+1.08*bytes/2/55e9)) || !near(read, 24*(5e-6+bytes/2/(0.8*55e9))) {
 		t.Errorf("from both: %v by copies, %v in place", copied, read)
 	}
+	all := bytes * 16 // all 32 offloaded experts, not two
+	copied, read = m.Predict(1, false, 1)
+	if !near(copied, 24*(9e-6+all/394e9)) || !near(read, 24*(4e-6+bytes/(0.95*394e9))) {
+		t.Errorf("from peers: %v by copies of all experts, %v in place", copied, read)
+	}
 	m.Peer.ReadRate = 0 // peers cannot be read: the host's copies are
-	if _, read = m.Predict(1, 1); !near(read, 24*(5e-6+bytes/(0.8*55e9))) {
+	if _, read = m.Predict(1, true, 1); !near(read, 24*(5e-6+bytes/(0.8*55e9))) {
 		t.Errorf("from peers that cannot be read: %v in place", read)
 	}
 	if m.Host.ReadRate = 0; m.Known() {
@@ -211,8 +216,8 @@ func TestAccessChooser(t *testing.T) {
 	worst, worstFirst := 0.0, 0.0
 	for range 400 {
 		c := accessChooser{setting: configs.AutoAccess, possible: true, limit: MaxInPlaceTokens, model: accessModel(0.8+0.4*random.Float64(), 0.8+0.4*random.Float64())}
-		tokens, peers := 1+random.IntN(MaxInPlaceTokens), random.Float64()
-		byCopies, inThePlace := c.model.Predict(tokens, peers)
+		tokens, peers, onDemand := 1+random.IntN(MaxInPlaceTokens), random.Float64(), random.IntN(4) > 0
+		byCopies, inThePlace := c.model.Predict(tokens, onDemand, peers)
 		truth := [accesses]float64{byCopies.Seconds() * (0.7 + 0.7*random.Float64()), inThePlace.Seconds() * (0.7 + 0.7*random.Float64())}
 		base := 0.1 * truth[0] // the rest of a step
 		near := math.Abs(truth[0]/truth[1]-1) < 0.15
@@ -220,13 +225,17 @@ func TestAccessChooser(t *testing.T) {
 		var each [accesses]float64
 		const steps = 4000
 		for i := range steps {
-			a := c.choose(tokens, true, peers)
+			a := c.choose(tokens, onDemand, peers)
 			load := max(0.2, 1+0.1*random.NormFloat64())
-			for w := range each {
-				each[w] += base + truth[w]*load
+			loads := [accesses]float64{load, load}
+			if !onDemand {
+				loads = [accesses]float64{1, 1 + 0.2*(load-1)} // nearly all experts are selected
 			}
-			took := (base + truth[a]*load) * (1 + 0.01*random.NormFloat64())
-			sum += base + truth[a]*load
+			for w := range each {
+				each[w] += base + truth[w]*loads[w]
+			}
+			took := (base + truth[a]*loads[a]) * (1 + 0.01*random.NormFloat64())
+			sum += base + truth[a]*loads[a]
 			c.took(time.Duration(took*float64(time.Second)), int64(1000*load))
 			if slower := sum / min(each[0], each[1]); i == 23 && near {
 				worstFirst = max(worstFirst, slower)
