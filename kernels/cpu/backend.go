@@ -92,12 +92,12 @@ func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
 		if err := checkLayout(o.Name(), o.Layout); err != nil {
 			return err
 		}
-		return enqueue(b, e, 9, op, o, (*Backend).expertUp, act{"X", &o.X})
+		return enqueue(b, e, 9, op, o, (*Backend).expertUp, act{})
 	case *kernels.ExpertDown:
 		if err := checkLayout(o.Name(), o.Layout); err != nil {
 			return err
 		}
-		return enqueue(b, e, 10, op, o, (*Backend).expertDown, act{"X", &o.X})
+		return enqueue(b, e, 10, op, o, (*Backend).expertDown, act{})
 	case *kernels.Combine:
 		return enqueue(b, e, 11, op, o, (*Backend).combine, act{"X", &o.X})
 	case *kernels.SiluMul:
@@ -122,8 +122,8 @@ func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
 	return fmt.Errorf("cpu: %s: operation of unknown type %T", op.Name(), op)
 }
 
-// act is a tensor of the activation type; Check verifies that the others match it. AppendKV and
-// Attention, which also serve GPUs, accept 16-bit activations as well.
+// act is a tensor of the activation type; Check verifies that the others match it. AppendKV,
+// Attention, ExpertUp and ExpertDown, which also serve GPUs, accept 16-bit activations as well.
 type act struct {
 	name string
 	t    *kernels.Tensor
@@ -168,10 +168,19 @@ func (b *Backend) ExpertLayout(s kernels.ExpertShape) (kernels.ExpertLayout, err
 	return kernels.RowMajorLayout("cpu", s)
 }
 
-func checkLayout(op string, l kernels.ExpertLayout) error { return kernels.CheckRowMajor("cpu", op, l) }
+// checkLayout accepts the layouts of GPUs, too, whose experts may be in host memory.
+func checkLayout(op string, l kernels.ExpertLayout) error {
+	if l.Tag == kernels.Tiles && l.Tileable() {
+		return nil
+	}
+	return kernels.CheckRowMajor("cpu", op, l)
+}
 
 // PackExpert implements kernels.Backend.
 func (b *Backend) PackExpert(l kernels.ExpertLayout, part kernels.Part, row int, src, dst []byte) error {
+	if l.Tag == kernels.Tiles {
+		return kernels.PackTiles("cpu", l, part, row, src, dst)
+	}
 	return kernels.PackRowMajor("cpu", l, part, row, src, dst)
 }
 

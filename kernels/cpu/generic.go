@@ -2,8 +2,10 @@ package cpu
 
 import (
 	"math"
+	"unsafe"
 
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/kernels"
 )
 
 // sumChunk is the number of elements that the generic set, and norms on all sets, sum in order
@@ -13,13 +15,20 @@ const sumChunk = 256
 // generic is arithmetic in portable Go. Products are rounded before they are added, so that no
 // compiler fuses them: every machine gives the same results.
 var generic = instructions{
-	isa:         Generic,
-	lanes:       1,
-	height:      2,
-	chunk:       sumChunk,
-	tile:        tileGeneric,
-	directF32:   [2]directFunc{directF32Generic, nil},
-	directBF16:  [2]directFunc{directBF16Generic, nil},
+	isa:        Generic,
+	lanes:      1,
+	height:     2,
+	chunk:      sumChunk,
+	tile:       tileGeneric,
+	directF32:  [2]directFunc{directF32Generic, nil},
+	directBF16: [2]directFunc{directBF16Generic, nil},
+	tilesBF16: func(sums, x *float32, stride int, w uintptr, rows, blocks, steps int) {
+		tilesGeneric(sums, x, stride, w, rows, blocks, steps, bf16)
+	},
+	tilesF16: func(sums, x *float32, stride int, w uintptr, rows, blocks, steps int) {
+		tilesGeneric(sums, x, stride, w, rows, blocks, steps, half)
+	},
+	addTiles:    addTilesGeneric,
 	weightedSum: func(out, p []float32, rows []uint64) { weightedSumFrom(out, p, rows, 0) },
 	expSum:      expSumGeneric,
 	siluMul:     siluMulGeneric,
@@ -85,6 +94,30 @@ func directBF16Generic(sums, x []float32, w uintptr, stride int, _ uintptr) {
 	to[0] += a
 	to[1] += b
 	to[2] += c
+}
+
+func tilesGeneric(sums, x *float32, stride int, w uintptr, rows, blocks, steps int, widen func(uint16) float32) {
+	to := unsafe.Slice(sums, blocks*tileTurns*rows)
+	xs := unsafe.Slice(x, (rows-1)*stride/4+steps*kernels.TileColumns)
+	for s := range steps {
+		for j := range blocks * tileTurns {
+			line := at[uint16](device.Addr(w)+device.Addr(s*tileBytes+j*kernels.TileRowBytes), kernels.TileColumns)
+			for r := range rows {
+				x := xs[r*stride/4+s*kernels.TileColumns:][:kernels.TileColumns]
+				sum := to[j*rows+r]
+				for i, v := range x {
+					sum += float32(v * widen(line[i^j%tileTurns*8]))
+				}
+				to[j*rows+r] = sum
+			}
+		}
+	}
+}
+
+func addTilesGeneric(to, sums *float32, n int) {
+	out, s := unsafe.Slice(to, n), unsafe.Slice(sums, n)
+	add(out, s)
+	clear(s)
 }
 
 func bf16(b uint16) float32 { return math.Float32frombits(uint32(b) << 16) }

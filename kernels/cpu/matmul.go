@@ -308,12 +308,12 @@ func listedPairs(op string, p *kernels.ExpertGEMM) ([]expertPairs, error) {
 // declareRows declares rows index(pair, its index among all pairs) of t, for all pairs of the
 // experts found.
 func declareRows(declare func(device.Range), t *kernels.Tensor, found []expertPairs, index func(pair, place int) int) {
-	m := merger{declare: declare}
+	m, size := merger{declare: declare}, t.DType.Size()
 	last := -1
 	for _, s := range found {
 		for j, p := range s.pairs {
 			if i := index(int(p), s.first+j); i != last {
-				m.add(t.Addr+device.Addr(4*i*t.Stride[0]), 4*t.Shape[1])
+				m.add(t.Addr+device.Addr(size*i*t.Stride[0]), size*t.Shape[1])
 				last = i
 			}
 		}
@@ -349,19 +349,26 @@ func (b *Backend) expertUp(o *kernels.ExpertUp, access device.Access) error {
 	for _, s := range found {
 		access.Read(device.Range{Addr: s.extent, Bytes: 2 * int64(w1.bytes())})
 	}
-	declareRows(access.Read, &o.X, found, func(p, _ int) int { return p / k })
+	token := func(p, _ int) int { return p / k }
+	declareRows(access.Read, &o.X, found, token)
 	declareRows(access.Write, &o.Out, found, func(_, place int) int { return place })
+	if o.Layout.Tag == kernels.Tiles {
+		b.expertUpTiled(o, found)
+		return nil
+	}
+	x, scratch := b.widened(&o.X, found, token)
+	defer b.release(scratch)
 	products := make([]gemm, len(found))
 	for i, s := range found {
 		w1, w3 := w1, w1
 		w1.addr, w3.addr = s.extent, s.extent+device.Addr(w1.bytes())
 		products[i] = gemm{
 			w: w1, v: w3, n: len(s.pairs),
-			in: func(r int) device.Addr { return rowAddr(&o.X, int(s.pairs[r])/k) },
+			in: func(r int) device.Addr { return rowAddr(&x, int(s.pairs[r])/k) },
 			out: func(r, first int, gate, up []float32) {
 				n := b.set.padded(len(gate))
 				b.set.siluMul(gate[:n], gate[:n], up[:n])
-				copy(row(&o.Out, s.first+r)[first:], gate)
+				store(&o.Out, s.first+r, first, gate)
 			},
 		}
 	}
@@ -378,17 +385,24 @@ func (b *Backend) expertDown(o *kernels.ExpertDown, access device.Access) error 
 	for _, s := range found {
 		access.Read(device.Range{Addr: s.extent + device.Addr(2*w2.bytes()), Bytes: int64(w2.bytes())})
 	}
-	declareRows(access.Read, &o.X, found, func(_, place int) int { return place })
+	inOrder := func(_, place int) int { return place }
+	declareRows(access.Read, &o.X, found, inOrder)
 	declareRows(access.Write, &o.Out, found, func(p, _ int) int { return p })
+	if o.Layout.Tag == kernels.Tiles {
+		b.expertDownTiled(o, found)
+		return nil
+	}
+	x, scratch := b.widened(&o.X, found, inOrder)
+	defer b.release(scratch)
 	products := make([]gemm, len(found))
 	for i, s := range found {
 		w2 := w2
 		w2.addr = s.extent + device.Addr(2*w2.bytes())
 		products[i] = gemm{
 			w: w2, n: len(s.pairs),
-			in: func(r int) device.Addr { return rowAddr(&o.X, s.first+r) },
+			in: func(r int) device.Addr { return rowAddr(&x, s.first+r) },
 			out: func(r, first int, sums, _ []float32) {
-				copy(row(&o.Out, int(s.pairs[r]))[first:], sums)
+				store(&o.Out, int(s.pairs[r]), first, sums)
 			},
 		}
 	}

@@ -43,6 +43,23 @@ func headAddr(t *kernels.Tensor, i, h int) device.Addr {
 	return t.Addr + device.Addr(t.DType.Size()*(i*t.Stride[0]+h*t.Stride[1]))
 }
 
+// widened returns a tensor of rank 2 in float32: itself, or a copy in scratch memory, which the
+// caller releases, with rows index(pair, its index among all pairs) for all pairs of the experts.
+func (b *Backend) widened(t *kernels.Tensor, found []expertPairs, index func(pair, place int) int) (kernels.Tensor, *[]float32) {
+	if t.DType == kernels.F32 {
+		return *t, b.floats(0)
+	}
+	columns := t.Shape[1]
+	scratch := b.floats(t.Shape[0] * columns)
+	for _, s := range found {
+		for j, p := range s.pairs {
+			i := index(int(p), s.first+j)
+			b.set.load((*scratch)[i*columns:][:columns], t.Addr+device.Addr(t.DType.Size()*i*t.Stride[0]), t.DType)
+		}
+	}
+	return kernels.New(device.Addr(uintptr(unsafe.Pointer(unsafe.SliceData(*scratch)))), kernels.F32, t.Shape[0], columns), scratch
+}
+
 // load converts len(dst) weights of type t at address a to float32.
 func load(dst []float32, a device.Addr, t kernels.DType) {
 	switch t {

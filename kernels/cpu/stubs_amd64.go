@@ -102,6 +102,32 @@ func packF16AVX2(dst *float32, w uintptr, stride int, next uintptr, n int)
 //go:noescape
 func widenF16AVX2(dst *float32, step int, src uintptr, vectors int)
 
+// tilesBF16AVX2 adds to vector [j*rows + r] of sums the products of the vectors
+// of row r of x with those of row j of that many consecutive tiles, in order,
+// fused: tile s begins s*8192 bytes behind w, and has 8 weight rows of 128
+// bytes in each of the first blocks, whose chunks of 16 bytes are swizzled. Row
+// r of x begins r*stride bytes behind x; its elements of tile s begin s*64
+// elements further.
+//
+//go:noescape
+func tilesBF16AVX2(sums *float32, x *float32, stride int, w uintptr, rows int, blocks int, steps int)
+
+// tilesF16AVX2 adds to vector [j*rows + r] of sums the products of the vectors
+// of row r of x with those of row j of that many consecutive tiles, in order,
+// fused: tile s begins s*8192 bytes behind w, and has 8 weight rows of 128
+// bytes in each of the first blocks, whose chunks of 16 bytes are swizzled. Row
+// r of x begins r*stride bytes behind x; its elements of tile s begin s*64
+// elements further.
+//
+//go:noescape
+func tilesF16AVX2(sums *float32, x *float32, stride int, w uintptr, rows int, blocks int, steps int)
+
+// addTilesAVX2 adds up the lanes of each of n vectors of sums, a multiple of 8,
+// adds the results to the elements of to, and clears the vectors.
+//
+//go:noescape
+func addTilesAVX2(to *float32, sums *float32, n int)
+
 // weightedSumAVX2 adds to out[i], for all i, the sum of p[j] times element i of
 // the row at address rows[j], in order of j, fused. len(out) is a multiple of
 // 8.
@@ -233,6 +259,32 @@ func packF16AVX512(dst *float32, w uintptr, stride int, next uintptr, n int)
 //
 //go:noescape
 func widenF16AVX512(dst *float32, step int, src uintptr, vectors int)
+
+// tilesBF16AVX512 adds to vector [j*rows + r] of sums the products of the
+// vectors of row r of x with those of row j of that many consecutive tiles, in
+// order, fused: tile s begins s*8192 bytes behind w, and has 8 weight rows of
+// 128 bytes in each of the first blocks, whose chunks of 16 bytes are swizzled.
+// Row r of x begins r*stride bytes behind x; its elements of tile s begin s*64
+// elements further.
+//
+//go:noescape
+func tilesBF16AVX512(sums *float32, x *float32, stride int, w uintptr, rows int, blocks int, steps int)
+
+// tilesF16AVX512 adds to vector [j*rows + r] of sums the products of the
+// vectors of row r of x with those of row j of that many consecutive tiles, in
+// order, fused: tile s begins s*8192 bytes behind w, and has 8 weight rows of
+// 128 bytes in each of the first blocks, whose chunks of 16 bytes are swizzled.
+// Row r of x begins r*stride bytes behind x; its elements of tile s begin s*64
+// elements further.
+//
+//go:noescape
+func tilesF16AVX512(sums *float32, x *float32, stride int, w uintptr, rows int, blocks int, steps int)
+
+// addTilesAVX512 adds up the lanes of each of n vectors of sums, a multiple of
+// 16, adds the results to the elements of to, and clears the vectors.
+//
+//go:noescape
+func addTilesAVX512(to *float32, sums *float32, n int)
 
 // weightedSumAVX512 adds to out[i], for all i, the sum of p[j] times element i
 // of the row at address rows[j], in order of j, fused. len(out) is a multiple

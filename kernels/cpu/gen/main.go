@@ -51,6 +51,9 @@ func main() {
 			v.pack(t)
 			v.widen(t)
 		}
+		v.tiles(types[1])
+		v.tiles(types[2])
+		v.addTiles()
 		v.weightedSum()
 		v.expSum()
 		v.siluMul()
@@ -357,6 +360,87 @@ func (v isa) lines(t element, n reg.GPVirtual, step int, w strips, inOrder bool,
 		build.ADDQ(operand.U32(line*step), n)
 	}
 	run("vector", 1)
+}
+
+// tiles multiplies rows with the tiles of a unit of an expert in the layout kernels.Tiles, from
+// one end of memory to the other. Sums are in memory, which the first cache holds.
+func (v isa) tiles(t element) {
+	const columns, rowBytes, tileBytes, turns = 64, 128, 8192, 8
+	v.function("tiles"+t.name, "func(sums, x *float32, stride int, w uintptr, rows, blocks, steps int)",
+		`adds to vector [j*rows + r] of sums the products of the vectors of row r of x
+with those of row j of that many consecutive tiles, in order, fused: tile s begins
+s*%d bytes behind w, and has 8 weight rows of %d bytes in each of the first blocks,
+whose chunks of 16 bytes are swizzled. Row r of x begins r*stride bytes behind x;
+its elements of tile s begin s*%d elements further.`, tileBytes, rowBytes, columns)
+	x, stride, w, rows, steps := load("x"), load("stride"), load("w"), load("rows"), load("steps")
+	vectors := columns / v.lanes()
+	weights := make([]reg.VecVirtual, vectors)
+	for i := range weights {
+		weights[i] = v.vector()
+	}
+	sum, at, row, block, left, from := v.vector(), build.GP64(), build.GP64(), build.GP64(), build.GP64(), build.GP64()
+	loop("step", steps, func() {
+		build.Load(build.Param("sums"), at)
+		build.MOVQ(w, from)
+		build.Load(build.Param("blocks"), block)
+		loop("block", block, func() {
+			for turn := range turns {
+				for line := range rowBytes / 64 {
+					build.PREFETCHT0(mem(from, tileBytes+turn*rowBytes+64*line))
+				}
+				for i, to := range weights {
+					chunk := i * v.lanes() * t.bytes / 16
+					chunks := v.lanes() * t.bytes / 16
+					t.load(mem(from, turn*rowBytes+(chunk^turn&^(chunks-1))*16), to)
+					if chunks == 2 && turn&1 == 1 {
+						build.VSHUFF64X2(operand.U8(0x4e), to, to, to)
+					}
+				}
+				build.MOVQ(x, row)
+				build.MOVQ(rows, left)
+				name := fmt.Sprintf("row%d", turn)
+				build.Label(name) // there is at least one row
+				build.VMOVUPS(mem(at, 0), sum)
+				for i, weight := range weights {
+					build.VFMADD231PS(mem(row, i*v.bytes), weight, sum)
+				}
+				build.VMOVUPS(sum, mem(at, 0))
+				build.ADDQ(operand.U32(v.bytes), at)
+				build.ADDQ(stride, row)
+				build.DECQ(left)
+				build.JNZ(operand.LabelRef(name))
+			}
+			build.ADDQ(operand.U32(turns*rowBytes), from)
+		})
+		build.ADDQ(operand.U32(tileBytes), w)
+		build.ADDQ(operand.U32(4*columns), x)
+	})
+	end()
+}
+
+func (v isa) addTiles() {
+	v.function("addTiles", "func(to, sums *float32, n int)",
+		`adds up the lanes of each of n vectors of sums, a multiple of %d, adds the results
+to the elements of to, and clears the vectors.`, v.lanes())
+	to, from, n := load("to"), load("sums"), load("n")
+	v.divide(n, "group", func() {
+		sums := make([]reg.VecVirtual, v.lanes())
+		zero := v.vector()
+		for i := range sums {
+			sums[i] = v.vector()
+			build.VMOVUPS(mem(from, i*v.bytes), sums[i])
+		}
+		total := v.reduceFew(sums)
+		build.VADDPS(mem(to, 0), total, total)
+		build.VMOVUPS(total, mem(to, 0))
+		v.clear(zero)
+		for i := range sums {
+			build.VMOVUPS(zero, mem(from, i*v.bytes))
+		}
+		build.ADDQ(operand.U32(v.lanes()*v.bytes), from)
+		build.ADDQ(operand.U32(v.bytes), to)
+	}, v.lanes())
+	end()
 }
 
 func (v isa) pack(t element) {
