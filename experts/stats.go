@@ -83,10 +83,13 @@ type Stats struct {
 	// place.
 	Uses ByTier `json:"uses"`
 	// Hits are uses of resident and cached experts. Misses are uses for which the expert was
-	// fetched, or read in place. The first use of a fetched expert is a miss, even if a prefetch had landed by
-	// then; later uses are hits until its slot is reused. Hits and Misses add up to all uses.
+	// fetched, read in place, or which the CPU computed. The first use of a fetched expert is a
+	// miss, even if a prefetch had landed by then; later uses are hits until its slot is reused.
+	// Hits and Misses add up to all uses.
 	Hits   int64 `json:"hits"`
 	Misses int64 `json:"misses"`
+	// OnCPU counts the misses that the CPU computed where they lay: they were not fetched.
+	OnCPU int64 `json:"on_cpu"`
 	// HitRate is Hits / (Hits + Misses), from 0 to 1; 0 before the first use.
 	HitRate float64 `json:"hit_rate"`
 	// Prefetched counts the misses whose fetch was submitted before the layer needed it.

@@ -29,6 +29,9 @@ type Use struct {
 	// ones first; from FetchChosen the routed ones that are not resident. They are valid
 	// until Release.
 	Waves []Wave
+	// OnCPU are the other routed experts, which the CPU computes: see Options.CPU. They are valid
+	// until Release.
+	OnCPU []HostExpert
 	// All lists the experts of all waves of Layer, [n] I32 in device memory.
 	All kernels.Tensor
 
@@ -217,9 +220,9 @@ func (st Step) LayerUnrouted(ctx context.Context, layer int) (Unrouted, error) {
 }
 
 // FetchChosen fetches the offloaded experts among those that the layer's tokens are
-// routed to, and returns their waves. It skips copies of other experts that have not
-// started, and enqueues the update of the tables. chosen is in any order and may contain
-// duplicates.
+// routed to, except for those that the CPU computes, and returns their waves. It skips copies of other experts that have not
+// started, and enqueues the update of the tables. chosen is in any order and has an
+// expert once for each of its rows.
 func (u Unrouted) FetchChosen(ctx context.Context, chosen []int32) (Use, error) {
 	if u.open.s == nil {
 		return Use{}, errNotOpened

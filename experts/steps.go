@@ -30,6 +30,7 @@ type steps struct {
 	swapped  func(SwapInfo)
 	lent     func(LentInfo)
 	closed   bool
+	cpu      cpuWork
 
 	// number of the latest step.
 	number  uint64
@@ -62,6 +63,7 @@ func newSteps(mu *sync.Mutex, p *Plan, pl *places, f *fetcher, t *tables, x *inP
 		mu: mu, plan: p, position: map[int]int{}, places: pl, fetch: f, tables: t, inPlace: x, counts: c,
 		log: o.Log, swapped: o.Events.Swapped, lent: o.Events.Lent, open: -1, layers: make([]layer, len(p.Layers)),
 	}
+	s.cpu.share, s.cpu.rows = o.CPU, make([]int, p.Experts)
 	for i, number := range p.Layers {
 		s.position[number] = i
 		l := &s.layers[i]
@@ -147,7 +149,14 @@ func (s *steps) prefetchPredicted(position int, predicted []int32) error {
 			s.counts.PrefetchPredicted++
 		}
 	}
-	_, err := s.fetch.acquire(position, l.refs, s.selected(position, l.predicted), 0, transfer.Prefetch)
+	wanted := l.predicted
+	if s.cpu.share != nil {
+		s.countRows(predicted)
+		copy(l.routed, l.predicted)
+		wanted = l.routed
+		s.chooseCPU(position, wanted, true)
+	}
+	_, err := s.fetch.acquire(position, l.refs, s.selected(position, wanted), 0, transfer.Prefetch)
 	return err
 }
 
@@ -219,6 +228,7 @@ func (s *steps) fetchChosen(ctx context.Context, position int, chosen []int32) (
 			s.counts.PrefetchUsed++
 		}
 	}
+	onCPU := s.computeOnCPU(position, chosen)
 	missing := s.selected(position, l.routed)
 	for e := range l.refs {
 		if l.refs[e].Held() && !l.routed[e] { // predicted or prefetched, but not routed to
@@ -241,7 +251,7 @@ func (s *steps) fetchChosen(ctx context.Context, position int, chosen []int32) (
 		}
 	}
 	s.countUse(position, missing)
-	return Use{Slots: s.tables.rows[position].slots, Waves: l.waves[first:]}, nil
+	return Use{Slots: s.tables.rows[position].slots, Waves: l.waves[first:], OnCPU: onCPU}, nil
 }
 
 // residentWave adds the wave of the resident experts.

@@ -33,6 +33,9 @@ type Options struct {
 	// SplitBytes is the minimum part of a fetch that the host sends while a peer sends
 	// the rest. Default: transfer.MinSplitBytes.
 	SplitBytes int64
+	// CPU selects experts that the CPU computes where they lie, in host memory, in layers that are
+	// opened by LayerUnrouted. Default: none, all that are missing are fetched.
+	CPU *CPUShare
 	// Events receives migrations. Default: none.
 	Events EventListener
 	// Log of dropped steps and failed swaps. Default: discarded.

@@ -143,6 +143,8 @@ type rig struct {
 	harvest *harvest.Runtime
 	// events listens to the stores opened later.
 	events EventListener
+	// cpu is the share of the CPU in the stores opened later.
+	cpu *CPUShare
 }
 
 func newRig(t *testing.T, m model, mo emulated.Options, chunk int64) *rig {
@@ -192,7 +194,7 @@ func (r *rig) open(c Config) *Store {
 	if err != nil {
 		r.Fatal(err)
 	}
-	s, err := New(Options{Machine: r.m, Space: device.HBM(0), Backend: packer{}, Transfer: r.engine, Harvest: r.harvest, Plan: plan, SplitBytes: 256, Events: r.events})
+	s, err := New(Options{Machine: r.m, Space: device.HBM(0), Backend: packer{}, Transfer: r.engine, Harvest: r.harvest, Plan: plan, SplitBytes: 256, CPU: r.cpu, Events: r.events})
 	if err != nil {
 		r.Fatal(err)
 	}

@@ -18,6 +18,15 @@ func (m *Model) PredictedRouting(rows int) kernels.Tensor {
 	return m.ws.routing.predictedIDs.Slice(0, rows)
 }
 
+// ExpertInput returns the latest layer's input of router and experts, [rows, H], for tokens r.
+func (m *Model) ExpertInput(r Span) kernels.Tensor { return r.slice(m.ws.h, 1) }
+
+// ExpertOutputs returns where the output of each (token, k) pair of tokens r goes that Combine
+// reads, [rows*K, H]: for experts that are computed elsewhere.
+func (m *Model) ExpertOutputs(r Span) kernels.Tensor {
+	return r.slice(m.ws.experts.down, m.Config.TopK)
+}
+
 // MLP runs a dense layer's MLP on tokens r of the step.
 func (m *Model) MLP(s device.Stream, layer int, r Span) error {
 	w := &m.Weights.Layers[layer]

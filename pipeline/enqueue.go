@@ -64,14 +64,6 @@ func (x *executor) runResident(layer int, r forward.Span, open *experts.Unrouted
 	return x.runWaves(layer, r, open.Slots, open.Waves, m)
 }
 
-// runFetched runs the layer's other routed experts, and combines the results of all.
-func (x *executor) runFetched(layer int, r forward.Span, use *experts.Use, m *meter) error {
-	if err := x.runWaves(layer, r, use.Slots, use.Waves, m); err != nil {
-		return err
-	}
-	return x.model.Combine(x.stream, layer, r)
-}
-
 // runWaves enqueues experts, each wave behind its own copies.
 func (x *executor) runWaves(layer int, r forward.Span, slots kernels.Tensor, waves []experts.Wave, m *meter) error {
 	for i := range waves {
@@ -142,7 +134,9 @@ type enqueuer struct {
 	routing   *routingReader
 	// attention is nil where the device computes attention.
 	attention *hostAttention
-	tracer    *tracer
+	// cpu is nil where all missing experts are fetched.
+	cpu    *cpuExperts
+	tracer *tracer
 }
 
 // run enqueues actions in their order.
@@ -192,6 +186,11 @@ func (q *enqueuer) enqueue(ctx context.Context, a Action, f *stepState) (err err
 	case Route:
 		return owner.model.PostAttention(owner.stream, a.Layer, &b.batch)
 	case RouterToHost:
+		if q.cpu != nil {
+			if err := q.cpu.copyInput(x, tokens); err != nil {
+				return err
+			}
+		}
 		ids, _ := x.model.Routing(tokens.Rows)
 		f.routed, err = q.routing.copyToHost(x.stream, q.routing.results.offsets.routed, ids)
 	case PredictNext:
@@ -209,8 +208,18 @@ func (q *enqueuer) enqueue(ctx context.Context, a Action, f *stepState) (err err
 		if ids, err = q.routing.await(ctx, f.routed, f.meter); err == nil {
 			f.use, err = f.unrouted.FetchChosen(ctx, ids)
 		}
+	case ComputeOnCPU:
+		return q.cpu.enqueue(q.routing.ids, f.use.OnCPU)
 	case RunFetched:
-		return x.runFetched(a.Layer, tokens, &f.use, f.meter)
+		if err := x.runWaves(a.Layer, tokens, f.use.Slots, f.use.Waves, f.meter); err != nil {
+			return err
+		}
+		if q.cpu != nil {
+			if err := q.cpu.await(x, tokens, f.meter); err != nil {
+				return err
+			}
+		}
+		return x.model.Combine(x.stream, a.Layer, tokens)
 	case Release:
 		return f.use.Release()
 	case PrefetchPredicted:

@@ -48,6 +48,11 @@ type Options struct {
 	// HostAttention computes attention on the host, with the KV cache in host memory. It
 	// takes the model's activation type. Default: nil, the device computes attention.
 	HostAttention kernels.Backend
+	// CPUExperts computes those of a step's experts on the host that CPUShare, the store's own
+	// experts.Options.CPU, selects in steps of OnDemand. It takes the model's activation type and
+	// the layout of experts. Default: nil, all missing experts are fetched.
+	CPUExperts kernels.Backend
+	CPUShare   *experts.CPUShare
 	// SmallBatchTokens is the maximum number of tokens of a step for which only routed
 	// experts are fetched (the plan OnDemand). Default: SmallBatch of the model; negative:
 	// none. Machines that keep no data never use OnDemand, since the host cannot read the
@@ -106,6 +111,9 @@ func (o Options) Validate() error {
 		return fmt.Errorf("pipeline: MicroBatches is %d; it must be at least 0", o.MicroBatches)
 	case len(o.Executors) != o.Groups():
 		return fmt.Errorf("pipeline: %d executors, want %d: one per merge group", len(o.Executors), o.Groups())
+	}
+	if (o.CPUExperts == nil) != (o.CPUShare == nil) {
+		return errors.New("pipeline: Options.CPUExperts and CPUShare must be set together")
 	}
 	for i, x := range o.Executors {
 		switch {
@@ -171,6 +179,24 @@ func (o Options) StagingBytes(c *models.Config, act kernels.DType, l forward.Lim
 		return 0
 	}
 	return forward.NewAttentionBuffers(&c.Attention, act, l.MaxTokens, 0).Bytes()
+}
+
+// CPUExpertBytes returns the bytes of pinned memory for experts that the host computes, in the
+// largest step of limits l that is OnDemand.
+func (o Options) CPUExpertBytes(c *models.Config, act kernels.DType, l forward.Limits) int64 {
+	if o.CPUExperts == nil || c.MoELayers() == 0 {
+		return 0
+	}
+	return newCPUBuffers(c, act, o.onDemandTokens(c, l), 0).bytes
+}
+
+// onDemandTokens returns the maximum number of tokens of a step whose plan may be OnDemand.
+func (o *Options) onDemandTokens(c *models.Config, l forward.Limits) int {
+	n := o.SmallBatchTokens
+	if n == 0 {
+		n = SmallBatch(c.Experts, c.TopK)
+	}
+	return max(0, min(n, o.GroupLimits(l).MaxTokens)) // such a step is one group
 }
 
 func (o *Options) microBatching() microBatching {

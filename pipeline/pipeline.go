@@ -122,7 +122,9 @@ type Pipeline struct {
 	results       *results
 	routing       *routingReader
 	// attention is nil where the device computes attention.
-	attention    *hostAttention
+	attention *hostAttention
+	// cpu is nil where all missing experts are fetched.
+	cpu          *cpuExperts
 	enqueuer     enqueuer
 	graphs       graphs
 	meter        meter
@@ -195,10 +197,17 @@ func (p *Pipeline) open() (err error) {
 		p.attention.tracer = p.tracer
 		p.sources = append(p.sources, p.attention)
 	}
+	if o.CPUExperts != nil && p.plans.onDemand > 0 {
+		if p.cpu, err = newCPUExperts(o); err != nil {
+			return fmt.Errorf("experts on the CPU: %w", err)
+		}
+		p.cpu.tracer = p.tracer
+		p.sources = append(p.sources, p.cpu)
+	}
 	if o.Experts != nil {
 		p.sources = append(p.sources, &p.step)
 	}
-	p.enqueuer = enqueuer{executors: executors, batches: p.batches, metadata: p.metadata, routing: p.routing, attention: p.attention, tracer: p.tracer}
+	p.enqueuer = enqueuer{executors: executors, batches: p.batches, metadata: p.metadata, routing: p.routing, attention: p.attention, cpu: p.cpu, tracer: p.tracer}
 	return nil
 }
 
@@ -433,6 +442,9 @@ func (p *Pipeline) Close() error {
 	errs := []error{p.graphs.close()}
 	if p.attention != nil {
 		errs = append(errs, p.attention.close())
+	}
+	if p.cpu != nil {
+		errs = append(errs, p.cpu.close())
 	}
 	if p.compute != nil {
 		errs = append(errs, p.compute.Close())

@@ -50,8 +50,12 @@ const (
 	// FetchChosen waits on the host for the ids of RouterToHost, and submits the fetches of
 	// the routed experts that are missing.
 	FetchChosen
+	// ComputeOnCPU starts, on the CPU, those of the layer's routed experts that it computes where
+	// they lie.
+	ComputeOnCPU
 	// RunFetched runs the layer's other routed experts, wave by wave, each behind its own
-	// copies. Then it combines the outputs of all and applies the next layer's norm.
+	// copies, and copies the outputs of the CPU's to the device. Then it combines the outputs of all
+	// and applies the next layer's norm.
 	RunFetched
 	// Release ends the use of a layer's experts: their expert cache slots may be overwritten.
 	Release
@@ -69,7 +73,7 @@ const (
 
 var kindNames = [...]string{
 	"upload", "embed", "resolve", "resolve-on-demand", "prefetch", "page-prefetch", "attention", "project-qkv", "await-attention", "route", "router-to-host", "predict-next",
-	"shared-expert", "routed-experts", "run-resident", "fetch-chosen", "run-fetched", "release", "prefetch-predicted", "mlp", "feed-forward", "head",
+	"shared-expert", "routed-experts", "run-resident", "fetch-chosen", "compute-on-cpu", "run-fetched", "release", "prefetch-predicted", "mlp", "feed-forward", "head",
 }
 
 func (k Kind) String() string { return kindNames[k] }
@@ -141,6 +145,8 @@ type Shape struct {
 	Groups int
 	// HostAttention: the host computes attention, with the KV cache in its memory.
 	HostAttention bool
+	// CPUExperts: the CPU computes some of the experts in host memory. Only OnDemand uses it.
+	CPUExperts bool
 }
 
 func (s Shape) groups() int { return max(1, s.Groups) }
@@ -284,8 +290,11 @@ func OnDemand(s Shape) []Action {
 		if next[layer] >= 0 {
 			p = append(p, Action{Kind: PredictNext, Layer: next[layer]})
 		}
-		p = append(s.shared(p, layer), Action{Kind: RunResident, Layer: layer}, Action{Kind: FetchChosen, Layer: layer},
-			Action{Kind: RunFetched, Layer: layer}, Action{Kind: Release, Layer: layer})
+		p = append(s.shared(p, layer), Action{Kind: RunResident, Layer: layer}, Action{Kind: FetchChosen, Layer: layer})
+		if s.CPUExperts {
+			p = append(p, Action{Kind: ComputeOnCPU, Layer: layer})
+		}
+		p = append(p, Action{Kind: RunFetched, Layer: layer}, Action{Kind: Release, Layer: layer})
 		if next[layer] >= 0 {
 			p = append(p, Action{Kind: PrefetchPredicted, Layer: next[layer]})
 		}

@@ -22,7 +22,7 @@ func shape(layers string) Shape {
 	return s
 }
 
-// TestPlans prints plans: `on-demand layers=MLD microbatches=2 groups=2 [shared] [host]`.
+// TestPlans prints plans: `on-demand layers=MLD microbatches=2 groups=2 [shared] [host] [cpu-experts]`.
 func TestPlans(t *testing.T) {
 	datadriven.RunTest(t, "testdata/plans", func(t *testing.T, d *datadriven.TestData) string {
 		var layers string
@@ -32,6 +32,7 @@ func TestPlans(t *testing.T) {
 		d.MaybeScanArgs(t, "groups", &groups)
 		s := shape(layers)
 		s.MicroBatches, s.Groups, s.SharedExpert, s.HostAttention = mbs, groups, d.HasArg("shared"), d.HasArg("host")
+		s.CPUExperts = d.HasArg("cpu-experts")
 		for _, p := range named {
 			if p.name == d.Cmd {
 				return format(p.plan(s))
@@ -55,7 +56,9 @@ func TestPlanOrder(t *testing.T) {
 			s.MicroBatches, s.SharedExpert = mbs, mbs == 2
 			checkOrder(t, "layerwise", layers, s)
 			for _, s.HostAttention = range []bool{false, true} {
-				checkOrder(t, "on-demand", layers, s)
+				for _, s.CPUExperts = range []bool{true, false} {
+					checkOrder(t, "on-demand", layers, s)
+				}
 				checkOrder(t, "cgopipe", layers, s)
 				checkOrder(t, "in-place", layers, s)
 			}
@@ -163,6 +166,9 @@ func (o *order) work(name string, s Shape, l, mb int) []Action {
 			o.in(of(RunFetched), Action{Kind: PrefetchPredicted, Layer: predicted}, Action{Kind: ResolveOnDemand, Layer: predicted})
 		}
 		o.in(of(ResolveOnDemand), of(RunResident), of(FetchChosen))
+		if s.CPUExperts {
+			o.in(of(FetchChosen), of(ComputeOnCPU), of(RunFetched))
+		}
 		return []Action{of(RouterToHost), of(RunResident), of(FetchChosen), of(RunFetched)}
 	}
 	experts := Action{Kind: RoutedExperts, Layer: l, Group: group}

@@ -37,7 +37,7 @@ type plan struct {
 func newPlans(o *Options) *plans {
 	c := o.config()
 	p := &plans{
-		shape:         Shape{SharedExpert: c.SharedWidth > 0, HostAttention: o.HostAttention != nil},
+		shape:         Shape{SharedExpert: c.SharedWidth > 0, HostAttention: o.HostAttention != nil, CPUExperts: o.CPUExperts != nil},
 		microBatching: o.microBatching(), grouping: o.Grouping, cache: map[planKey]*plan{},
 	}
 	for layer, dense := range c.Dense {
@@ -46,7 +46,7 @@ func newPlans(o *Options) *plans {
 		p.shape.Offloaded = append(p.shape.Offloaded, !dense && o.Experts != nil && o.Experts.Plan().OffloadedIn(layer) > 0)
 	}
 	if p.anyOffloaded() && o.Machine.Capabilities().KeepsData {
-		p.onDemand = max(0, min(o.SmallBatchTokens, o.GroupLimits(o.Limits).MaxTokens)) // such a step is one group
+		p.onDemand = o.onDemandTokens(c, o.Limits)
 	}
 	return p
 }

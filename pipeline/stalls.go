@@ -28,11 +28,13 @@ const (
 	LaunchBound
 	// KVLoad: KV blocks that the step reads had not been loaded.
 	KVLoad
+	// CPUExperts: the CPU had not computed its experts yet.
+	CPUExperts
 
-	causes = int(KVLoad) + 1
+	causes = int(CPUExperts) + 1
 )
 
-var causeNames = [causes]string{"expert-copy", "router-sync", "cpu-attention", "kv-copy", "launch-bound", "kv-load"}
+var causeNames = [causes]string{"expert-copy", "router-sync", "cpu-attention", "kv-copy", "launch-bound", "kv-load", "cpu-experts"}
 
 func (c Cause) String() string { return causeNames[c] }
 

@@ -1,0 +1,159 @@
+package experts
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/kernels"
+)
+
+// mixtralExpert is the layout of an expert of Mixtral-8x7B: 352 MB.
+var mixtralExpert = kernels.ExpertLayout{ExpertShape: kernels.ExpertShape{Hidden: 4096, Intermediate: 14336, DType: kernels.BF16}, Tag: kernels.Tiles, Size: 3 * 2 * 4096 * 14336}
+
+// server are the rates of a host: 90 GB/s of weights, a link of 55 GB/s.
+var (
+	serverCPU  = CPURate{BytesPerSecond: 90e9, FlopsPerSecond: 1e12, Latency: 50 * time.Microsecond}
+	serverLink = hostLink{bytesPerSecond: 55e9, latency: 20 * time.Microsecond}
+)
+
+// TestDivide divides experts between the CPU and the link.
+func TestDivide(t *testing.T) {
+	whole := mixtralExpert.Size
+	copying := func(left ...int64) (list []candidate) {
+		for i, n := range left {
+			list = append(list, candidate{expert: i, rows: 1, left: n})
+		}
+		return list
+	}
+	for _, c := range []struct {
+		what string
+		cpu  CPURate
+		link hostLink
+		list []candidate
+		want []int // experts on the CPU
+	}{
+		{"nothing", serverCPU, serverLink, nil, nil},
+		{"one: the CPU is faster", serverCPU, serverLink, copying(whole), []int{0}},
+		{"two: one each", serverCPU, serverLink, copying(whole, whole), []int{1}},
+		{"five: three to two", serverCPU, serverLink, copying(whole, whole, whole, whole, whole), []int{4, 3, 2}},
+		{"one that has almost arrived", serverCPU, serverLink, copying(whole / 4), nil},
+		{"one that has hardly begun", serverCPU, serverLink, copying(whole - 1000), []int{0}},
+		{"the other is the link's that has begun", serverCPU, serverLink, copying(whole/2, whole), []int{1}},
+		{"the link has a head start", serverCPU, hostLink{bytesPerSecond: 55e9, head: 4 * time.Millisecond}, copying(whole), nil},
+		{"too short a head start", serverCPU, hostLink{bytesPerSecond: 55e9, head: 2 * time.Millisecond}, copying(whole), []int{0}},
+		{"a slow CPU", CPURate{BytesPerSecond: 10e9, FlopsPerSecond: 1e12}, serverLink, copying(whole, whole, whole), nil},
+		{"arithmetic is slow: many rows go to the GPU", CPURate{BytesPerSecond: 90e9, FlopsPerSecond: 1e11}, serverLink, []candidate{{0, 1, whole}, {1, 8, whole}}, []int{0}},
+		{"no rate of the link is known", serverCPU, hostLink{}, copying(whole, whole), nil},
+	} {
+		forCPU(c.list)
+		n, _ := c.cpu.divide(&mixtralExpert, c.link, c.list)
+		var got []int
+		for _, x := range c.list[:n] {
+			got = append(got, x.expert)
+		}
+		if !slices.Equal(got, c.want) {
+			t.Errorf("%s: the CPU computes %v, want %v", c.what, got, c.want)
+		}
+	}
+}
+
+// TestDivideEndsTogether: of many experts, CPU and link end within the time of one; no other number
+// of experts on the CPU would end earlier.
+func TestDivideEndsTogether(t *testing.T) {
+	r := rand.New(rand.NewPCG(1, 2))
+	for range 1000 {
+		cpu := CPURate{BytesPerSecond: 1e9 + 150e9*r.Float64(), FlopsPerSecond: 1e11 + 1e12*r.Float64(), Latency: time.Duration(r.IntN(100)) * time.Microsecond}
+		link := hostLink{bytesPerSecond: 1e9 + 100e9*r.Float64(), latency: time.Duration(r.IntN(50)) * time.Microsecond}
+		var list []candidate
+		for e := range 2 + r.IntN(30) {
+			list = append(list, candidate{expert: e, rows: 1 + r.IntN(4), left: mixtralExpert.Size})
+		}
+		forCPU(list)
+		end := func(n int) (onCPU, onLink, longest float64) {
+			var rows []int
+			one := 0.0
+			for _, c := range list[:n] {
+				rows = append(rows, c.rows)
+			}
+			for _, c := range list {
+				one = max(one, cpu.seconds(&mixtralExpert, []int{c.rows}), link.seconds([]candidate{c}))
+			}
+			return cpu.seconds(&mixtralExpert, rows), link.seconds(list[n:]), one
+		}
+		n, seconds := cpu.divide(&mixtralExpert, link, list)
+		a, b, one := end(n)
+		if math.Abs(a-b) > one || math.Abs(max(a, b)-seconds) > 1e-12 {
+			t.Fatalf("%+v, %+v, %d experts: %d on the CPU, for %v s, %v s on the link, %v s predicted", cpu, link, len(list), n, a, b, seconds)
+		}
+		for m := range len(list) + 1 {
+			if a, b, _ := end(m); max(a, b) < seconds {
+				t.Fatalf("%+v, %+v, %d experts: %v s with %d on the CPU, %v s with %d", cpu, link, len(list), seconds, n, max(a, b), m)
+			}
+		}
+	}
+}
+
+// TestMeasuredRate: measurements bring the assumed rate to the true one, whichever of the two
+// bounds the time.
+func TestMeasuredRate(t *testing.T) {
+	truth := CPURate{BytesPerSecond: 90e9, FlopsPerSecond: 500e9}
+	c := NewCPUShare(AutoCPUShare, CPURate{BytesPerSecond: 20e9, FlopsPerSecond: 3e12})
+	for i := range 200 {
+		rows := [][]int{{1, 2}, {64}}[i%2]
+		c.Measured(&mixtralExpert, rows, time.Duration(truth.seconds(&mixtralExpert, rows)*float64(time.Second)))
+		c.Measured(&mixtralExpert, rows, 0) // of a clock that did not advance: ignored
+	}
+	got := c.Rate()
+	if math.Abs(got.BytesPerSecond/90e9-1) > 0.02 || math.Abs(got.FlopsPerSecond/500e9-1) > 0.02 {
+		t.Errorf("measured %+v, want %+v", got, truth)
+	}
+}
+
+// TestCPUShare: what the CPU computes is neither fetched nor in a wave, and counts as a miss.
+func TestCPUShare(t *testing.T) {
+	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 200)
+	for _, c := range []struct {
+		fraction         float64
+		predicted, chose []int32
+		onCPU, fetched   []int
+		prefetched       int64
+	}{
+		{0, []int32{1}, []int32{1, 3}, nil, []int{1, 3}, 1},
+		{1, []int32{1, 5}, []int32{0, 3, 1, 1}, []int{1, 3}, nil, 0},
+		{0.5, nil, []int32{1, 3}, []int{3}, []int{1}, 0},    // one row each: the higher
+		{0.5, nil, []int32{1, 3, 3}, []int{1}, []int{3}, 0}, // the fewer rows
+		{0.5, []int32{1, 3}, []int32{1, 3}, []int{3}, []int{1}, 1},
+		{1, nil, []int32{0, 2}, nil, nil, 0},
+	} {
+		r.cpu = NewCPUShare(c.fraction, serverCPU)
+		s := r.open(Config{Placement: r.placed(0.5), CacheSlots: 3}) // experts 1, 3 and 5 of layer 0 are offloaded
+		r.fill(s, 11)
+		st := r.begin(s)
+		r.ok(st.PrefetchPredicted(0, c.predicted))
+		open, err := st.LayerUnrouted(t.Context(), 0)
+		r.ok(err)
+		use, err := open.FetchChosen(t.Context(), c.chose)
+		r.ok(err)
+		var onCPU, fetched []int
+		for _, x := range use.OnCPU {
+			onCPU = append(onCPU, x.Expert)
+			if want := s.places.hostRegion(ID{0, x.Expert}).Range; x.Range != want {
+				t.Errorf("%+v: expert %d at %v, want %v", c, x.Expert, x.Range, want)
+			}
+		}
+		for _, w := range use.Waves {
+			fetched = append(fetched, w.IDs...)
+		}
+		r.ok(use.Release())
+		r.ok(r.end(st))
+		stats := s.Stats()
+		if fmt.Sprint(onCPU, fetched) != fmt.Sprint(c.onCPU, c.fetched) || stats.OnCPU != int64(len(c.onCPU)) || stats.Misses != int64(len(c.onCPU)+len(c.fetched)) || stats.Prefetched != c.prefetched {
+			t.Errorf("%+v: on the CPU %v, fetched %v, %+v", c, onCPU, fetched, stats)
+		}
+	}
+}

@@ -1,0 +1,254 @@
+package pipeline
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/forward"
+	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/models"
+)
+
+// cpuExperts computes experts on the host, where they lie in its memory. In each layer of an
+// OnDemand step the compute stream copies the router's input to pinned memory, before the router's
+// selection. The host, which waits for the selection, enqueues the GEMMs of its experts on a host
+// stream. The compute stream waits for them when the experts that were fetched instead have run,
+// copies their outputs to the rows where the device's experts write theirs, and combines all.
+//
+// The memory is used again by the next layer: its copies follow the wait on the compute stream, and
+// the host writes once it has seen the next selection.
+type cpuExperts struct {
+	backend kernels.Backend
+	share   *experts.CPUShare
+	layout  kernels.ExpertLayout
+	topK    int
+	memory  device.Memory
+	buffers cpuBuffers
+	host    device.Executor
+	tracer  *tracer
+
+	// computed is signaled after each layer's experts, with a value one higher.
+	computed device.Fence
+	value    uint32
+	// begun and ended are recorded around the latest layer's experts; rows are those of each, none
+	// once their time has been read.
+	begun, ended device.Event
+	rows         []int
+	// pairs are the (token, k) pairs of the layer's experts on the host, by expert.
+	pairs []int
+	// Scratch space of await.
+	dst, src []device.Range
+	up       kernels.ExpertUp
+	down     kernels.ExpertDown
+}
+
+// cpuBuffers are the tensors in pinned memory, for N tokens.
+type cpuBuffers struct {
+	input  kernels.Tensor // [N, H]
+	gateUp kernels.Tensor // [N*K, I]
+	output kernels.Tensor // [N*K, H]
+
+	offsets kernels.Tensor // [E+1] I32
+	order   kernels.Tensor // [N*K] I32
+	slots   kernels.Tensor // [E] U64
+	list    kernels.Tensor // [E] I32
+	bytes   int64
+}
+
+func newCPUBuffers(c *models.Config, act kernels.DType, tokens int, base device.Addr) cpuBuffers {
+	var b cpuBuffers
+	place := func(t kernels.DType, shape ...int) kernels.Tensor {
+		x := kernels.New(base+device.Addr(b.bytes), t, shape...)
+		b.bytes += device.Align(x.Bytes())
+		return x
+	}
+	pairs := tokens * c.TopK
+	b.input, b.gateUp, b.output = place(act, tokens, c.Hidden), place(act, pairs, c.ExpertWidth), place(act, pairs, c.Hidden)
+	b.offsets, b.order = place(kernels.I32, c.Experts+1), place(kernels.I32, pairs)
+	b.slots, b.list = place(kernels.U64, c.Experts), place(kernels.I32, c.Experts)
+	return b
+}
+
+func newCPUExperts(o *Options) (h *cpuExperts, err error) {
+	c, act := o.config(), o.KV.Shape().DType
+	h = &cpuExperts{backend: o.CPUExperts, share: o.CPUShare, layout: o.Experts.Layout(), topK: c.TopK}
+	bytes := o.CPUExpertBytes(c, act, o.Limits)
+	if h.memory, err = o.Machine.Alloc(device.Host, bytes, "experts on the CPU, pinned"); err != nil {
+		return h, err
+	}
+	h.buffers = newCPUBuffers(c, act, o.onDemandTokens(c, o.Limits), h.memory.Range(0, bytes).Addr)
+	s, err := o.Machine.NewStream(device.Host, device.StreamOptions{Name: "experts"})
+	if err != nil {
+		return h, err
+	}
+	var ok bool
+	if h.host, ok = s.(device.Executor); !ok {
+		return h, errors.Join(errors.New("host streams of this machine cannot run Go functions"), s.Close())
+	}
+	for _, ev := range []*device.Event{&h.begun, &h.ended} {
+		if *ev, err = o.Machine.NewEvent(); err != nil {
+			return h, err
+		}
+	}
+	if h.computed, err = o.Machine.NewFence("experts on the CPU computed"); err == nil {
+		h.value = h.computed.Value()
+	}
+	return h, err
+}
+
+// copyInput enqueues the copy of the router's input to the host.
+func (h *cpuExperts) copyInput(x *executor, tokens forward.Span) error {
+	from := x.model.ExpertInput(tokens)
+	to := h.buffers.input.Slice(0, tokens.Rows)
+	if err := x.stream.Copy(to.Range(), from.Range()); err != nil {
+		return fmt.Errorf("copy the input of experts to the host: %w", err)
+	}
+	return nil
+}
+
+// enqueue starts the computation of a layer's experts on the host. ids are the router's selection,
+// of K experts for each token, which the host has waited for. The latest layer's are done.
+func (h *cpuExperts) enqueue(ids []int32, list []experts.HostExpert) error {
+	h.measure()
+	h.pairs = h.pairs[:0]
+	if len(list) == 0 {
+		return nil
+	}
+	h.writeTables(ids, list)
+	h.value++
+	b, n := &h.buffers, len(ids)
+	h.up.ExpertGEMM = kernels.ExpertGEMM{
+		X: b.input.Slice(0, n/h.topK), Offsets: b.offsets, Order: b.order.Slice(0, n), Slots: b.slots, Experts: b.list.Slice(0, len(list)),
+		Layout: h.layout, Out: b.gateUp.Slice(0, n),
+	}
+	h.down.ExpertGEMM = h.up.ExpertGEMM
+	h.down.X, h.down.Out = h.up.Out, b.output.Slice(0, n)
+	if err := h.host.Record(h.begun); err != nil {
+		return err
+	}
+	for _, op := range [...]kernels.Op{&h.up, &h.down} {
+		h.tracer.hostWork(h.host, "")
+		if err := h.backend.Enqueue(h.host, op); err != nil {
+			return err
+		}
+	}
+	if err := h.host.Record(h.ended); err != nil {
+		return err
+	}
+	return h.host.SignalFence(h.computed, h.value)
+}
+
+// writeTables writes the arguments of the GEMMs: the listed experts' pairs follow one another in
+// order, and other experts have none.
+func (h *cpuExperts) writeTables(ids []int32, list []experts.HostExpert) {
+	b, base := &h.buffers, h.buffers.input.Addr
+	write := func(t *kernels.Tensor) []byte { return h.memory.Write(int64(t.Addr-base), t.Bytes()) }
+	offsets, order, slots, listed := write(&b.offsets), write(&b.order), write(&b.slots), write(&b.list)
+	clear(slots)
+	end, next := 0, 0
+	h.rows = h.rows[:0]
+	for e := range b.slots.Shape[0] {
+		binary.NativeEndian.PutUint32(offsets[4*e:], uint32(end))
+		if next == len(list) || list[next].Expert != e {
+			continue
+		}
+		binary.NativeEndian.PutUint64(slots[8*e:], uint64(list[next].Addr))
+		binary.NativeEndian.PutUint32(listed[4*next:], uint32(e))
+		first := end
+		for pair, id := range ids {
+			if int(id) == e {
+				binary.NativeEndian.PutUint32(order[4*end:], uint32(pair))
+				h.pairs = append(h.pairs, pair)
+				end++
+			}
+		}
+		h.rows = append(h.rows, end-first)
+		next++
+	}
+	binary.NativeEndian.PutUint32(offsets[4*b.slots.Shape[0]:], uint32(end))
+	clear(order[4*end:])
+}
+
+// await makes the compute stream wait for the layer's experts on the host, if there are any, and
+// copies their outputs to the device.
+func (h *cpuExperts) await(x *executor, tokens forward.Span, m *meter) error {
+	if len(h.pairs) == 0 {
+		return nil
+	}
+	done := device.Point{Fence: h.computed, Value: h.value}
+	h.tracer.wait(CPUExperts, done)
+	if err := m.wait(CPUExperts, nil, nil, func() error { return x.stream.WaitFence(done.Fence, done.Value) }); err != nil {
+		return err
+	}
+	outputs := x.model.ExpertOutputs(tokens)
+	h.dst, h.src = h.dst[:0], h.src[:0]
+	for _, pair := range h.pairs {
+		h.dst = append(h.dst, outputs.Slice(pair, pair+1).Range())
+		h.src = append(h.src, h.buffers.output.Slice(pair, pair+1).Range())
+	}
+	if err := copyAll(x.stream, h.dst, h.src); err != nil {
+		return fmt.Errorf("copy the outputs of experts from the host: %w", err)
+	}
+	return nil
+}
+
+// copyAll copies ranges by one operation, where the stream can.
+func copyAll(s device.Stream, dst, src []device.Range) error {
+	if b, ok := s.(device.BatchCopier); ok && len(dst) > 1 {
+		if err := b.CopyBatch(dst, src); !errors.Is(err, device.ErrNoBatches) {
+			return err
+		}
+	}
+	for i := range dst {
+		if err := s.Copy(dst[i], src[i]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// measure passes the time of the latest layer's experts, which are done, to the share.
+func (h *cpuExperts) measure() {
+	if len(h.rows) == 0 {
+		return
+	}
+	from, err := h.begun.Time()
+	if to, e := h.ended.Time(); err == nil && e == nil {
+		h.share.Measured(&h.layout, h.rows, to-from)
+	}
+	h.rows = h.rows[:0]
+}
+
+// Err implements source: it returns the stream's error.
+func (h *cpuExperts) Err(ctx context.Context) error {
+	if err := h.host.Synchronize(ctx); err != nil {
+		return fmt.Errorf("pipeline: experts on the CPU: %w", err)
+	}
+	return nil
+}
+
+// Reset implements source.
+func (h *cpuExperts) Reset(ctx context.Context) error {
+	h.rows, h.pairs = h.rows[:0], h.pairs[:0]
+	return h.host.Recover(ctx)
+}
+
+func (h *cpuExperts) close() error {
+	var errs []error
+	if h.host != nil {
+		errs = append(errs, h.host.Close())
+	}
+	for _, ev := range []device.Event{h.begun, h.ended} {
+		if ev != nil {
+			errs = append(errs, ev.Close())
+		}
+	}
+	if h.computed != nil {
+		errs = append(errs, h.computed.Close())
+	}
+	return errors.Join(append(errs, free(h.memory))...)
+}

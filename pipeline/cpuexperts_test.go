@@ -1,0 +1,156 @@
+package pipeline
+
+import (
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/experts"
+)
+
+// cpuShare is a share for a rig, with rates at which CPU and link both get experts.
+func cpuShare(fraction float64) *experts.CPUShare {
+	return experts.NewCPUShare(fraction, experts.CPURate{BytesPerSecond: 200e6, FlopsPerSecond: 400e6, Latency: 10 * time.Microsecond})
+}
+
+// linked is a machine whose link from the host has a rate.
+func linked(o emulated.Options) emulated.Options {
+	o.HostLink = emulated.Link{BytesPerSecond: 100e6}
+	return o
+}
+
+// TestCPUExpertsSameResults: on the same backend a step gives the same bits whichever of the missing
+// experts the CPU computes, however the machine schedules its work, also with attention on the CPU.
+func TestCPUExpertsSameResults(t *testing.T) {
+	for _, name := range sameOn {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			want := newRig(t, name, 0, emulated.Options{Virtual: true}, Options{SmallBatchTokens: -1}).run()
+			for i, mo := range machines(t) {
+				for j, share := range [][]float64{{1, experts.AutoCPUShare}, {experts.AutoCPUShare, 0.5}}[i%2] {
+					o := Options{CPUExperts: host, CPUShare: cpuShare(share), SmallBatchTokens: 64 * (1 - j), MicroBatchTokens: []int{0, 2, 7}[i%3]}
+					if (i+j)%3 == 2 {
+						o.HostAttention = host
+					}
+					r := newRig(t, name, []float64{0.5, 1}[(i+j)%2], linked(mo), o)
+					if d := r.run().differs(want); d != "" {
+						t.Errorf("the CPU computes %v, %+v: %s", share, mo, d)
+					}
+					if s := r.store.Stats(); s.OnCPU == 0 || share == 1 && s.OnCPU != s.Misses {
+						t.Errorf("the CPU computes %v, %+v: %+v", share, mo, s)
+					}
+				}
+			}
+		})
+	}
+}
+
+// TestCPUExpertsFetchLess: what the CPU computes is not fetched, nor prefetched because it was
+// predicted.
+func TestCPUExpertsFetchLess(t *testing.T) {
+	stats := func(fraction float64) experts.Stats {
+		r := newRig(t, "mixtral", 1, linked(emulated.Options{Virtual: true, Check: true}), Options{CPUExperts: host, CPUShare: cpuShare(fraction), SmallBatchTokens: 64})
+		r.run()
+		return r.store.Stats()
+	}
+	none, half, all, auto := stats(0), stats(0.5), stats(1), stats(experts.AutoCPUShare)
+	if none.OnCPU != 0 || none.Fetched[experts.Host] == 0 {
+		t.Errorf("with none on the CPU: %+v", none)
+	}
+	if all.OnCPU == 0 || all.Fetched[experts.Host] != 0 {
+		t.Errorf("with all on the CPU: %+v", all)
+	}
+	for _, s := range []experts.Stats{half, auto} {
+		if s.OnCPU == 0 || s.Fetched[experts.Host] == 0 || s.Fetched[experts.Host] >= none.Fetched[experts.Host] {
+			t.Errorf("with some on the CPU: %+v", s)
+		}
+	}
+}
+
+// TestCPUExpertsOverlap: with experts divided between CPU and link, a step is faster than with
+// either alone.
+func TestCPUExpertsOverlap(t *testing.T) {
+	step := func(fraction float64) time.Duration {
+		mo := emulated.Options{Virtual: true, GPUs: []emulated.GPU{{BytesPerSecond: 4e9}}, HostLink: emulated.Link{BytesPerSecond: 100e6}, Host: emulated.GPU{BytesPerSecond: 150e6}}
+		r := newRig(t, "qwen2_moe", 1, mo, Options{CPUExperts: host, CPUShare: cpuShare(fraction), SmallBatchTokens: 64})
+		table := r.kv.NewTable()
+		reserve(t, table, 64)
+		defer table.Release(false)
+		// The expert cache is empty, and holds all experts afterwards.
+		began := r.m.Now()
+		_, err := r.p.Step(t.Context(), &Step{Sequences: []Sequence{{Tokens: []int32{1, 6, 21, 46, 81, 126, 181, 246}, Table: table, LogitRows: 1}}})
+		check(t, err)
+		return r.m.Now() - began
+	}
+	link, cpu, both := step(0), step(1), step(experts.AutoCPUShare)
+	t.Logf("a step takes %v with all experts over the link, %v with all on the CPU, %v with both", link, cpu, both)
+	if both > min(link, cpu)*9/10 {
+		t.Errorf("a step takes %v with experts on CPU and link, %v over the link, %v on the CPU", both, link, cpu)
+	}
+}
+
+// TestCPUExpertsFaults fails copies of a step, those to and from the CPU's experts among them.
+func TestCPUExpertsFaults(t *testing.T) {
+	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchTokens: -1}).run()
+	for i, f := range []emulated.Fault{
+		{Kind: emulated.FailCopy, Match: fetch, Times: -1, Chance: 0.1},
+		{Kind: emulated.FailCopy, Match: own, Skip: 5, Times: 3},
+		{Kind: emulated.FailCopy, Match: own, Times: -1, Chance: 0.05},
+		{Kind: emulated.StallCopy, Match: own, Times: -1, Chance: 0.2, For: time.Millisecond},
+	} {
+		for k, mo := range machines(t) {
+			r := newRig(t, "mixtral", 0.75, linked(mo), Options{CPUExperts: host, CPUShare: cpuShare([]float64{0.5, experts.AutoCPUShare}[(i+k)%2]), SmallBatchTokens: 64})
+			fault := f
+			r.m.Inject(&fault)
+			if d := r.run().differs(want); d != "" {
+				t.Errorf("%+v, %+v: %s", f, mo, d)
+			}
+			if fault.Hits() == 0 {
+				t.Errorf("%+v, %+v: no fault was injected", f, mo)
+			}
+			fault.Release()
+		}
+	}
+}
+
+// TestCPUExpertsFail: a step fails if the host's experts have failed, even if no fence reports it.
+// Afterwards the same steps give the same results.
+func TestCPUExpertsFail(t *testing.T) {
+	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchTokens: -1}).run()
+	r := newRig(t, "mixtral", 1, emulated.Options{Virtual: true, Check: true}, Options{CPUExperts: host, CPUShare: cpuShare(1), SmallBatchTokens: 64})
+	table := r.kv.NewTable()
+	reserve(t, table, 8)
+	stream := &late{Executor: r.p.cpu.host, failAfter: r.p.o.config().Layers}
+	r.p.cpu.host = stream
+	step := &Step{Sequences: []Sequence{{Tokens: []int32{1}, Table: table, LogitRows: 1}}}
+	if _, err := r.p.Step(t.Context(), step); !errors.Is(err, errLate) || stream.failAfter != 0 {
+		t.Errorf("experts on the CPU fail: %v", err)
+	}
+	table.Release(false)
+	if d := r.run().differs(want); d != "" {
+		t.Error(d)
+	}
+}
+
+// TestCPUExpertsOptions: which pipelines have experts on the CPU, and the memory for them.
+func TestCPUExpertsOptions(t *testing.T) {
+	for _, c := range []struct {
+		fraction   float64
+		smallBatch int
+		want       bool
+	}{{0.5, 0, true}, {0.5, -1, false}, {0, 0, false}} {
+		r := newRig(t, "mixtral", c.fraction, emulated.Options{Virtual: true}, Options{CPUExperts: host, CPUShare: cpuShare(1), SmallBatchTokens: c.smallBatch})
+		if got := r.p.cpu != nil; got != c.want {
+			t.Errorf("%+v: experts on the CPU: %v", c, got)
+		}
+		if r.p.cpu != nil {
+			usage, err := r.m.Usage(device.Host)
+			check(t, err)
+			if n := r.p.o.CPUExpertBytes(r.p.o.config(), r.p.o.KV.Shape().DType, r.p.o.Limits); n != r.p.cpu.memory.Bytes() || n <= 0 || n > usage.Allocated {
+				t.Errorf("%+v: %d bytes, allocated are %d", c, n, r.p.cpu.memory.Bytes())
+			}
+		}
+	}
+}
