@@ -408,6 +408,37 @@ func (m Model) ParseRouting() (float64, error) {
 	return skew, nil
 }
 
+// CPUExpertChoice is what the setting cpu-experts asks for.
+type CPUExpertChoice struct {
+	// Auto: as many experts as let CPU and link end together.
+	Auto bool
+	// Fraction of the missing experts of a layer, without Auto; 0: none.
+	Fraction float64
+}
+
+// On reports whether the CPU computes any experts.
+func (c CPUExpertChoice) On() bool { return c.Auto || c.Fraction > 0 }
+
+// ParseCPUExperts reads the setting cpu-experts. Where the CPU computes attention, auto is off.
+// Errors are *SettingError.
+func (b Batch) ParseCPUExperts() (CPUExpertChoice, error) {
+	switch b.CPUExperts {
+	case "off", "": // of settings that a policy stands for
+		return CPUExpertChoice{}, nil
+	case "auto":
+		return CPUExpertChoice{Auto: b.Attention != OnCPU}, nil
+	}
+	text, percent := strings.CutSuffix(b.CPUExperts, "%")
+	f, err := strconv.ParseFloat(text, 64)
+	if percent {
+		f /= 100
+	}
+	if err != nil || !(f >= 0 && f <= 1) {
+		return CPUExpertChoice{}, &SettingError{Key: "cpu-experts", Value: b.CPUExperts, Want: "must be auto, off, or a fraction from 0 to 1 (0.5 or 50%)"}
+	}
+	return CPUExpertChoice{Fraction: f}, nil
+}
+
 // validatePeers checks the settings about peers, and about where experts live.
 func (s Settings) validatePeers() error {
 	peers, err := s.Device.ParsePeers()

@@ -292,3 +292,31 @@ func FuzzSettings(f *testing.F) {
 		}
 	})
 }
+
+func TestCPUExpertSettings(t *testing.T) {
+	for value, want := range map[string]string{
+		"off":  "{Auto:false Fraction:0}",
+		"auto": "{Auto:true Fraction:0}",
+		"0":    "{Auto:false Fraction:0}",
+		"0.5":  "{Auto:false Fraction:0.5}",
+		"25%":  "{Auto:false Fraction:0.25}",
+		"1":    "{Auto:false Fraction:1}",
+		"1.5":  `configs: --cpu-experts is "1.5": must be auto, off, or a fraction from 0 to 1 (0.5 or 50%)`,
+		"-1":   `configs: --cpu-experts is "-1": must be auto, off, or a fraction from 0 to 1 (0.5 or 50%)`,
+		"NaN":  `configs: --cpu-experts is "NaN": must be auto, off, or a fraction from 0 to 1 (0.5 or 50%)`,
+		"on":   `configs: --cpu-experts is "on": must be auto, off, or a fraction from 0 to 1 (0.5 or 50%)`,
+	} {
+		s := with(func(s *Settings) { s.Batch.CPUExperts = value })
+		c, err := s.Batch.ParseCPUExperts()
+		got := fmt.Sprintf("%+v", c)
+		if err != nil {
+			got = err.Error()
+		}
+		if valid := s.Validate(); got != want || (valid == nil) != (err == nil) {
+			t.Errorf("%q: %s, want %s; valid: %v", value, got, want, valid)
+		}
+	}
+	if c, err := (Batch{CPUExperts: "auto", Attention: OnCPU}).ParseCPUExperts(); c.On() || err != nil {
+		t.Errorf("auto with attention on the CPU: %+v, %v", c, err)
+	}
+}

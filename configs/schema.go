@@ -271,6 +271,10 @@ var Schema = []Key{
 		Help: "where attention is computed and the KV cache lives: gpu or cpu; auto: gpu",
 	},
 	{
+		Name: "cpu-experts", Kind: String, Default: "off", Placeholder: "auto|off|FRACTION", Rare: true, Commands: onOffload,
+		Help: "compute experts of steps of few tokens on the CPU, where they lie in host memory; auto: as many as let CPU and link end together; FRACTION: of those that are missing (0.5 or 50%), 1: of all in host memory",
+	},
+	{
 		Name: "batch-invariant", Kind: Bool, Default: false, Rare: true, Commands: onModel,
 		Help: "keep results independent of other requests of the batch on a GPU too, where that is slower; on the CPU they always are",
 	},

@@ -113,6 +113,7 @@ type Batch struct {
 	Grouping            Grouping         `mapstructure:"expert-grouping"`
 	ExpertAccess        ExpertAccess     `mapstructure:"expert-access"`
 	Attention           Place            `mapstructure:"attention"`
+	CPUExperts          string           `mapstructure:"cpu-experts"`
 }
 
 // Kernels says how a GPU's kernels run.
@@ -323,6 +324,9 @@ func (s Settings) Validate() error {
 		}
 	}
 	if err := s.validatePeers(); err != nil {
+		return err
+	}
+	if _, err := s.Batch.ParseCPUExperts(); err != nil {
 		return err
 	}
 	if err := s.Serve.validate(); err != nil {

@@ -163,7 +163,7 @@ func number(v float64) string {
 }
 
 // StallCauses are the causes of stalls that have a column each in CSV.
-var StallCauses = []string{"expert-copy", "router-sync", "launch-bound", "cpu-attention", "kv-copy", "kv-load"}
+var StallCauses = []string{"expert-copy", "router-sync", "launch-bound", "cpu-attention", "kv-copy", "kv-load", "cpu-experts"}
 
 // WriteCSV writes a line per result, without single trials. The columns are the keys of the
 // JSON objects; those of objects inside are joined by an underscore.

@@ -17,8 +17,12 @@ import (
 // Without a fraction, the CPU and the link to the GPU end together, as far as whole experts allow,
 // by their measured rates. Prefetches follow the same division: an expert that is predicted for the
 // next layer is fetched only if it would arrive before the CPU had computed it.
+//
+// A fraction is of the experts that are neither cached nor being fetched. With 1 the CPU computes
+// all that have no peer copy, even if they are cached: which experts it computes does not depend on
+// time.
 type CPUShare struct {
-	// fraction of the experts; negative: as described.
+	// fraction of the experts; negative: as described. 1: also of those in the expert cache.
 	fraction float64
 
 	mu   sync.Mutex
@@ -186,13 +190,22 @@ type cpuWork struct {
 func (s *steps) chooseCPU(position int, marked []bool, predicted bool) {
 	w := &s.cpu
 	w.list = w.list[:0]
+	size := s.plan.Layout.Size
 	for e := range marked {
-		if left, ok := s.fetch.left(ID{position, e}); ok && marked[e] && !s.places.resident(ID{position, e}) {
-			if (predicted || w.share.fraction >= 0) && left < s.plan.Layout.Size {
-				continue // it is being fetched
-			}
-			w.list = append(w.list, candidate{expert: e, rows: w.rows[e], left: left})
+		id := ID{position, e}
+		if !marked[e] || s.places.resident(id) {
+			continue
 		}
+		left, fromHost := s.fetch.left(id)
+		switch {
+		case !fromHost:
+			continue
+		case w.share.fraction == 1:
+			left = size
+		case left == 0, s.fetch.has(id) && (predicted || w.share.fraction >= 0):
+			continue // it is there, or being fetched
+		}
+		w.list = append(w.list, candidate{expert: e, rows: w.rows[e], left: left})
 	}
 	forCPU(w.list)
 	n := int(math.Round(w.share.fraction * float64(len(w.list))))
@@ -241,8 +254,8 @@ func (s *steps) countRows(chosen []int32) {
 	}
 }
 
-// left is the bytes that a copy from host memory has still to bring of an offloaded expert, and
-// false if it is cached already, or would be copied from a peer.
+// left is the bytes that a copy from host memory has still to bring of an offloaded expert; 0 if it
+// is cached. false: its copy is from a peer, or would be.
 func (f *fetcher) left(id ID) (bytes int64, fromHost bool) {
 	if !f.has(id) {
 		return f.plan.Layout.Size, f.peerBackoff > 0 || f.peers.Find(id) == nil
@@ -253,5 +266,5 @@ func (f *fetcher) left(id ID) (bytes int64, fromHost bool) {
 			bytes += c.bytes - c.ticket.Landed()
 		}
 	}
-	return min(bytes, f.plan.Layout.Size), bytes > 0 && a.from == Host
+	return min(bytes, f.plan.Layout.Size), a.from == Host
 }

@@ -157,3 +157,32 @@ func TestCPUShare(t *testing.T) {
 		}
 	}
 }
+
+// TestCPUShareOfCached: only with a fraction of 1 does the CPU compute experts that are cached.
+func TestCPUShareOfCached(t *testing.T) {
+	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 200)
+	for _, fraction := range []float64{AutoCPUShare, 0.9, 1} {
+		r.cpu = NewCPUShare(fraction, serverCPU)
+		s := r.open(Config{Placement: r.placed(0.5)})
+		r.fill(s, 11)
+		st := r.begin(s)
+		use, err := st.Layer(t.Context(), 0) // fetches 1, 3 and 5
+		r.ok(err)
+		r.ok(use.Release())
+		r.ok(r.end(st))
+		st = r.begin(s)
+		open, err := st.LayerUnrouted(t.Context(), 0)
+		r.ok(err)
+		use, err = open.FetchChosen(t.Context(), []int32{1, 3})
+		r.ok(err)
+		want := 0
+		if fraction == 1 {
+			want = 2
+		}
+		if len(use.OnCPU) != want {
+			t.Errorf("fraction %v: the CPU computes %v, which are cached", fraction, use.OnCPU)
+		}
+		r.ok(use.Release())
+		r.ok(r.end(st))
+	}
+}

@@ -94,6 +94,9 @@ func TestSameTokens(t *testing.T) {
 			for i, change := range []func(*configs.Settings){
 				func(s *configs.Settings) { s.Batch.Attention = configs.OnCPU },
 				func(s *configs.Settings) { s.Batch.Grouping = configs.PerMicroBatch },
+				func(s *configs.Settings) { s.Batch.CPUExperts, s.Batch.MaxNumBatchedTokens = "50%", 4 },
+				func(s *configs.Settings) { s.Batch.CPUExperts, s.Batch.Attention = "1", configs.OnCPU },
+				func(s *configs.Settings) { s.Batch.CPUExperts = "auto" },
 				func(s *configs.Settings) {
 					s.Batch.Attention, s.Batch.Grouping, s.Batch.NumMicroBatches = configs.OnCPU, configs.PerMicroBatch, 5
 				},

@@ -4,10 +4,12 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/kvcache/offload"
 	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/node/checkpoint"
@@ -453,7 +455,25 @@ func (u *setup) steps() pipeline.Options {
 	if p.HostAttention != nil {
 		p.HostAttention = u.devices.Host()
 	}
+	if p.CPUExperts != nil {
+		p.CPUExperts, p.CPUShare = u.cpuExperts()
+	}
 	return p
+}
+
+// cpuExperts are the backend for experts on the CPU, and which experts it gets.
+func (u *setup) cpuExperts() (kernels.Backend, *experts.CPUShare) {
+	backend, threads := u.devices.CPUExperts()
+	choice, _ := u.settings.Batch.ParseCPUExperts() // valid
+	fraction := choice.Fraction
+	if choice.Auto {
+		fraction = experts.AutoCPUShare
+	}
+	// What a thread reads and computes of a server, and what its memory gives to all, until they are
+	// measured.
+	return backend, experts.NewCPUShare(fraction, experts.CPURate{
+		BytesPerSecond: min(9e9*float64(threads), 90e9), FlopsPerSecond: 40e9 * float64(threads), Latency: 50 * time.Microsecond,
+	})
 }
 
 // kvSpace is the memory of the KV cache: where attention runs.

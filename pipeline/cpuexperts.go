@@ -46,6 +46,11 @@ type cpuExperts struct {
 	down     kernels.ExpertDown
 }
 
+// cpuExpertRows is the mean number of rows of experts up to which the host takes part: so few rows
+// take the time of reading weights,
+// and even a layer of which all experts are needed gains by it.
+const cpuExpertRows = 4
+
 // cpuBuffers are the tensors in pinned memory, for N tokens.
 type cpuBuffers struct {
 	input  kernels.Tensor // [N, H]

@@ -140,10 +140,11 @@ func TestCPUExpertsOptions(t *testing.T) {
 		fraction   float64
 		smallBatch int
 		want       bool
-	}{{0.5, 0, true}, {0.5, -1, false}, {0, 0, false}} {
+		tokens     int // maximum of a step on demand: 4 rows for each of 8 experts, of which a token has 2
+	}{{0.5, 0, true, 16}, {0.5, 3, true, 3}, {0.5, -1, false, 0}, {0, 0, false, 0}} {
 		r := newRig(t, "mixtral", c.fraction, emulated.Options{Virtual: true}, Options{CPUExperts: host, CPUShare: cpuShare(1), SmallBatchTokens: c.smallBatch})
-		if got := r.p.cpu != nil; got != c.want {
-			t.Errorf("%+v: experts on the CPU: %v", c, got)
+		if got := r.p.cpu != nil; got != c.want || r.p.plans.onDemand != c.tokens {
+			t.Errorf("%+v: experts on the CPU: %v, steps of up to %d tokens", c, got, r.p.plans.onDemand)
 		}
 		if r.p.cpu != nil {
 			usage, err := r.m.Usage(device.Host)

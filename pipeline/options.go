@@ -54,8 +54,8 @@ type Options struct {
 	CPUExperts kernels.Backend
 	CPUShare   *experts.CPUShare
 	// SmallBatchTokens is the maximum number of tokens of a step for which only routed
-	// experts are fetched (the plan OnDemand). Default: SmallBatch of the model; negative:
-	// none. Machines that keep no data never use OnDemand, since the host cannot read the
+	// experts are fetched (the plan OnDemand). Default: SmallBatch of the model, or with
+	// CPUExperts as many as give experts 4 rows on average, if that is more; negative: none. Machines that keep no data never use OnDemand, since the host cannot read the
 	// router's selection.
 	SmallBatchTokens int
 	// ExpertAccess says how steps of few tokens get at offloaded experts: by copies (OnDemand),
@@ -83,7 +83,7 @@ func (o Options) EnsureDefaults() Options {
 			o.Limits = o.Executors[0].Model.Limits
 		}
 		if o.SmallBatchTokens == 0 {
-			o.SmallBatchTokens = SmallBatch(o.config().Experts, o.config().TopK)
+			o.SmallBatchTokens = o.smallBatch(o.config())
 		}
 	}
 	if o.MicroBatchTokens <= 0 || o.MicroBatchTokens > o.Limits.MaxTokens {
@@ -194,9 +194,18 @@ func (o Options) CPUExpertBytes(c *models.Config, act kernels.DType, l forward.L
 func (o *Options) onDemandTokens(c *models.Config, l forward.Limits) int {
 	n := o.SmallBatchTokens
 	if n == 0 {
-		n = SmallBatch(c.Experts, c.TopK)
+		n = o.smallBatch(c)
 	}
 	return max(0, min(n, o.GroupLimits(l).MaxTokens)) // such a step is one group
+}
+
+// smallBatch is the default of SmallBatchTokens.
+func (o *Options) smallBatch(c *models.Config) int {
+	n := SmallBatch(c.Experts, c.TopK)
+	if o.CPUExperts != nil && c.TopK > 0 {
+		n = max(n, cpuExpertRows*c.Experts/c.TopK)
+	}
+	return n
 }
 
 func (o *Options) microBatching() microBatching {

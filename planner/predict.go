@@ -21,6 +21,10 @@ type Problem struct {
 	// BothLinks: experts in peer memory are fetched over the links of peers and host, cut
 	// so that both end together, and not over the peers' alone.
 	BothLinks bool
+	// CPUExperts is the fraction of the experts missing from a decode step whose policy is
+	// OnDemand, and that lie in host memory alone, that the CPU computes there; negative: as many as
+	// let CPU and host link end together. Default: 0, all are fetched.
+	CPUExperts float64
 	// HostBatch and PeerBatch are how many experts from the host, and from a peer, are copied by
 	// one operation of the device, which has one latency. Default: 1.
 	HostBatch, PeerBatch int
@@ -175,13 +179,35 @@ func (p *Problem) decode(x *Policy, gpu float64) Step {
 		share = m.Distinct(n) / float64(m.Experts)
 	}
 	host, peer := p.fetch(x, share)
+	computing := 0.0
 	if x.OnDemand && x.ResidentExperts < m.ExpertCount() {
-		s.OnDemandFetch = max(host, peer) + float64(m.MoELayers())*h.RoundTrip
+		if x.Attention == configs.OnGPU {
+			computing, host = p.cpuExperts(x, n, share, host)
+		}
+		s.OnDemandFetch = max(host, peer, computing) + float64(m.MoELayers())*h.RoundTrip
 	}
 	s.HostLink += host
 	s.PeerLink += peer
 	s.finish(cpu)
+	s.CPU += computing // beside the fetches, which have been counted with it
 	return s
+}
+
+// cpuExperts is the time of the experts of a step of n tokens that the CPU computes, and that of the
+// host link for the others, of which it would take host for all.
+func (p *Problem) cpuExperts(x *Policy, n, share, host float64) (computing, copying float64) {
+	m, h := &p.Model, &p.Hardware
+	missing := share * float64(x.HostExperts(*m))
+	if p.CPUExperts == 0 || missing == 0 {
+		return 0, host
+	}
+	rows := n * float64(m.TopK) / m.Distinct(n)
+	each := max(float64(m.ExpertBytes())/h.HostMemoryRate, rows*6*float64(m.Hidden)*float64(m.ExpertWidth)/h.CPUFlops)
+	fraction := p.CPUExperts
+	if fraction < 0 {
+		fraction = host / (host + missing*each)
+	}
+	return fraction * missing * each, (1 - fraction) * host
 }
 
 // cpuAttention adds the attention of a step's tokens over pairs of queries and keys to s,

@@ -292,3 +292,37 @@ func TestPredictIsMonotone(t *testing.T) {
 		}
 	})
 }
+
+// TestCPUExperts: of the experts that one sequence of Mixtral misses, half of which lie in host
+// memory, CPU and link take parts for which both need the same time.
+func TestCPUExperts(t *testing.T) {
+	p := problem(t, "mixtral-8x7b", "h200")
+	x := offload(t, p, Policy{Batch: 1, OnDemand: true}, 0.5, configs.HostTier)
+	fetched := predict(t, p, x).Decode
+	p.CPUExperts = -1
+	both := predict(t, p, x).Decode
+	p.CPUExperts = 1
+	computed := predict(t, p, x).Decode
+	missing := 0.5 * 32 * 2 * float64(p.Model.EnsureDefaults().ExpertBytes())
+	near := func(what string, got, want float64) {
+		if math.Abs(got/want-1) > 0.01 {
+			t.Errorf("%s takes %v s, want %v", what, got, want)
+		}
+	}
+	near("the link, with all fetched,", fetched.HostLink, missing/p.Hardware.HostToGPU[0])
+	near("the CPU, with all computed,", computed.CPU, missing/p.Hardware.HostMemoryRate)
+	near("the CPU, with both,", both.CPU, missing/(p.Hardware.HostMemoryRate+p.Hardware.HostToGPU[0]))
+	near("the link, with both,", both.HostLink, both.CPU)
+	near("the step, with all computed,", computed.Seconds, computed.GPU+computed.CPU+32*p.Hardware.RoundTrip)
+	if fetched.CPU != 0 || computed.HostLink != 0 || both.Seconds > 0.1 || fetched.Seconds < 0.2 {
+		t.Errorf("fetched %+v, computed %+v, both %+v", fetched, computed, both)
+	}
+	// Many rows are bound by arithmetic, and layers fetched whole have no experts on the CPU.
+	x.Batch = 4096
+	many := predict(t, p, x).Decode
+	near("the CPU, with many rows,", many.CPU, 0.5*32*4096*2*6*4096*14336/p.Hardware.CPUFlops)
+	x.OnDemand = false
+	if s := predict(t, p, x).Decode; s.CPU != 0 {
+		t.Errorf("%+v", s)
+	}
+}

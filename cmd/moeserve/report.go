@@ -208,7 +208,11 @@ func (r *runResult) summary(hasText bool) []string {
 		lines = append(lines, fmt.Sprintf("TPOT\t%s (decode %s)", seconds(p.TPOTSeconds), tokensPerSecond(p.DecodeRate)))
 	}
 	if e := &p.Experts; e.Hits+e.Misses > 0 {
-		line := fmt.Sprintf("experts\thit rate %s: %s, %s (%d prefetched)", percent(e.HitRate), plural(e.Hits, "hit"), plural(e.Misses, "miss"), e.Prefetched)
+		missed := fmt.Sprintf("%d prefetched", e.Prefetched)
+		if e.OnCPU > 0 {
+			missed += fmt.Sprintf(", %d computed on the CPU", e.OnCPU)
+		}
+		line := fmt.Sprintf("experts\thit rate %s: %s, %s (%s)", percent(e.HitRate), plural(e.Hits, "hit"), plural(e.Misses, "miss"), missed)
 		if n := p.StepsByAccess["direct"]; n > 0 {
 			line += fmt.Sprintf(", read in place in %s", plural(n, "step"))
 		}

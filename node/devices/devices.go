@@ -85,6 +85,7 @@ type Devices struct {
 
 	share   *Shared         // nil where nobody else uses the machine
 	host    kernels.Backend // computes attention on the CPU; nil until Host is called
+	experts kernels.Backend // computes experts on the CPU beside a GPU; nil until CPUExperts is called
 	trace   *trace.Writer   // nil without a trace
 	log     *slog.Logger
 	closers []func() error
@@ -206,6 +207,21 @@ func (d *Devices) Host() kernels.Backend {
 		}
 	}
 	return d.host
+}
+
+// CPUExperts returns a backend for experts on the CPU and the number of its threads. Beside a GPU it
+// leaves some of the machine's cores to the threads that feed the GPU.
+func (d *Devices) CPUExperts() (_ kernels.Backend, threads int) {
+	threads = runtime.GOMAXPROCS(0)
+	if _, ok := d.Backend.(*cpu.Backend); ok {
+		return d.Backend, threads
+	}
+	threads = max(1, threads-max(1, threads/8))
+	if d.experts == nil {
+		d.experts = cpu.New(cpu.Options{Threads: threads})
+		d.closers = append(d.closers, d.experts.Close)
+	}
+	return d.experts, threads
 }
 
 // Cast returns the type that the backend wants weights of a type converted to; nil: no

@@ -62,7 +62,8 @@ func (e *Experts) OffloadFraction() float64 {
 var (
 	uses              = metrics.NewDesc("moeserve_expert_uses_total", "Uses of experts (one expert needed by one layer of one step), by the tier where the expert was found.", "tier")
 	hits              = metrics.NewDesc("moeserve_expert_hits_total", "Uses of experts that were resident or cached in GPU memory.")
-	misses            = metrics.NewDesc("moeserve_expert_misses_total", "Uses of experts that had to be fetched from peer or host memory, or were read there.")
+	misses            = metrics.NewDesc("moeserve_expert_misses_total", "Uses of experts that had to be fetched from peer or host memory, were read there, or were computed on the CPU.")
+	onCPU             = metrics.NewDesc("moeserve_expert_cpu_uses_total", "Misses that the CPU computed, where the expert lies in host memory, so that it was not fetched.")
 	prefetches        = metrics.NewDesc("moeserve_expert_prefetches_total", "Misses whose fetch was started before the layer needed the expert.")
 	fetched           = metrics.NewDesc("moeserve_expert_fetch_bytes_total", "Bytes of experts fetched, by the tier they came from.", "tier")
 	readInPlace       = metrics.NewDesc("moeserve_expert_read_in_place_bytes_total", "Bytes of experts that kernels read where they lie, by the tier.", "tier")
@@ -86,6 +87,7 @@ func (e Experts) collect(to *metrics.Sink) {
 	}
 	to.Counter(hits, float64(e.Hits))
 	to.Counter(misses, float64(e.Misses))
+	to.Counter(onCPU, float64(e.OnCPU))
 	to.Counter(prefetches, float64(e.Prefetched))
 	to.Gauge(offloadFraction, e.OffloadFraction())
 	to.Counter(moves, float64(e.Promoted), "promoted")

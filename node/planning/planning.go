@@ -150,6 +150,13 @@ func New(f *sizing.Footprint, o Options) (*Problem, error) {
 		offload: s.Offload, batch: s.Batch, kv: s.KV, policy: s.Plan.Policy, explicit: o.Explicit,
 		maxTTFT: o.MaxTTFT, maxTPOT: o.MaxTPOT, context: f.MaxModelLen(), footprint: f, options: o,
 	}
+	choice, err := s.Batch.ParseCPUExperts()
+	if err != nil {
+		return nil, err
+	}
+	if p.CPUExperts = choice.Fraction; choice.Auto {
+		p.CPUExperts = -1
+	}
 	p.HostBatch = transfer.PerBatch(h.HostToGPU[0], f.ExpertBytes())
 	if h.PeerToGPU > 0 {
 		p.PeerBatch = transfer.PerBatch(h.PeerToGPU, f.ExpertBytes())

@@ -129,7 +129,7 @@ func (f *Footprint) Experts(largest int) experts.Config {
 	}
 }
 
-// sizeOnlyBackend stands for the backend of CPU attention where only sizes are needed.
+// sizeOnlyBackend stands for the backend of attention or experts on the CPU where only sizes are needed.
 type sizeOnlyBackend struct{ kernels.Backend }
 
 // Steps are a pipeline's options, as far as sizes depend on them.
@@ -141,16 +141,19 @@ func (f *Footprint) Steps(l forward.Limits, b configs.Batch) pipeline.Options {
 	if b.Attention == configs.OnCPU {
 		o.HostAttention = sizeOnlyBackend{}
 	}
+	if c, err := b.ParseCPUExperts(); err == nil && c.On() {
+		o.CPUExperts = sizeOnlyBackend{}
+	}
 	return o
 }
 
 // stepBytes is the memory of steps within the limits: activations, per-step metadata on the
-// GPU and again in pinned memory, results in pinned memory, and the staging buffers of CPU
-// attention.
-func (f *Footprint) stepBytes(l forward.Limits, b configs.Batch) (activations, metadata, results, attention int64) {
-	o := f.Steps(l, b)
+// GPU and again in pinned memory, results in pinned memory, and the staging buffers of attention
+// and experts on the CPU.
+func (f *Footprint) stepBytes(l forward.Limits, b configs.Batch) (activations, metadata, results, attention, experts int64) {
+	o, act := f.Steps(l, b), f.o.Types.ActivationDType()
 	activations = int64(o.Groups()) * forward.WorkspaceBytes(f.o.Config, f.o.Types, o.GroupLimits(l))
-	return activations, o.StepMetadataBytes(l), device.Align(o.ResultBytes(f.o.Config, l)), device.Align(o.StagingBytes(f.o.Config, f.o.Types.ActivationDType(), l))
+	return activations, o.StepMetadataBytes(l), device.Align(o.ResultBytes(f.o.Config, l)), device.Align(o.StagingBytes(f.o.Config, act, l)), device.Align(o.CPUExpertBytes(f.o.Config, act, l))
 }
 
 // scrubBuffer is the pinned memory of zeros that borrowed memory is scrubbed with, for a
@@ -164,7 +167,7 @@ func (f *Footprint) scrubBuffer(offloaded int) int64 {
 
 // Parts of the memory of GPU and host that a plan of experts and steps need.
 func (f *Footprint) Parts(p *experts.Plan, l forward.Limits, b configs.Batch) (gpu, host []planner.Part) {
-	activations, metadata, results, attention := f.stepBytes(l, b)
+	activations, metadata, results, attention, onCPU := f.stepBytes(l, b)
 	gpu = []planner.Part{
 		{Name: "non-expert weights", Bytes: f.o.Layout.Bytes},
 		{Name: "resident experts", Bytes: p.ResidentBytes},
@@ -176,7 +179,7 @@ func (f *Footprint) Parts(p *experts.Plan, l forward.Limits, b configs.Batch) (g
 	if f.o.Kernels > 0 {
 		gpu = append(gpu, planner.Part{Name: "kernel workspaces", Bytes: f.o.Kernels})
 	}
-	return gpu, []planner.Part{
+	host = []planner.Part{
 		{Name: "offloaded experts", Bytes: p.HostBytes},
 		{Name: "load staging buffer", Bytes: p.StagingBytes + checkpoint.UploadBytes},
 		{Name: "expert tables", Bytes: device.Align(p.UploadBytes) + device.Align(p.InPlaceBytes)},
@@ -185,6 +188,10 @@ func (f *Footprint) Parts(p *experts.Plan, l forward.Limits, b configs.Batch) (g
 		{Name: "CPU attention staging buffer", Bytes: attention},
 		{Name: kvTierPart, Bytes: f.hostKV()},
 	}
+	if onCPU > 0 {
+		host = append(host, planner.Part{Name: "CPU experts staging buffer", Bytes: onCPU})
+	}
+	return gpu, host
 }
 
 // kvTierPart is the name of the host memory of KV tiers.
@@ -240,8 +247,9 @@ func (f *Footprint) Sizes(fixed configs.Batch) (planner.Sizes, error) {
 			if fixed.MicroBatchSize > 0 {
 				b.MicroBatchSize = fixed.MicroBatchSize
 			}
-			activations, metadata, results, attention := f.stepBytes(f.Limits(tokens, sequences), b)
-			return activations + metadata, metadata + results + attention
+			b.CPUExperts = fixed.CPUExperts
+			activations, metadata, results, attention, experts := f.stepBytes(f.Limits(tokens, sequences), b)
+			return activations + metadata, metadata + results + attention + experts
 		},
 		GPUFixed:  device.Align(none.TableBytes) + device.Align(none.InPlaceBytes) + f.o.Kernels,
 		HostFixed: device.Align(none.UploadBytes) + device.Align(none.InPlaceBytes) + checkpoint.UploadBytes + f.hostKV(),
