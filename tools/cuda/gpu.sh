@@ -2,7 +2,7 @@
 # All tests and measurements that need a GPU, in two halves:
 #   tools/cuda/gpu.sh build FOLDER            builds and packs what has to run, without a GPU
 #   tools/cuda/gpu.sh run FOLDER LOGS PART... runs it on a machine with a GPU and this tree, and prints a table
-# Without PART: all parts from device to sanitize, except those that name two GPUs, whole-mixtral, beside, gaps, layout, kvcopy, prompts, latency and load. LOGS gets at most 8 files.
+# Without PART: all parts from device to sanitize, except those that name two GPUs, whole-mixtral, cpu-experts, beside, gaps, layout, kvcopy, prompts, latency and load. LOGS gets at most 8 files.
 #   device        device/cuda: conformance, NVML, NVRTC; experts, kvcache, pipeline and engine on it
 #   kernels       every kernel against its reference, small shapes; those for sm_80; start, cold and warm
 #   kernels-full  the same at the shapes of the models
@@ -15,6 +15,9 @@
 #   layers        one layer of every preset compared with PyTorch
 #   whole         Qwen1.5-MoE with all layers, at 0, 50 and 100 % in host memory
 #   whole-mixtral the same of Mixtral: 93 GB, of which host memory must hold up to 84 GiB
+#   cpu-experts   experts in host memory computed on the CPU: GB/s of weights read by threads and rows; decode steps of presets with
+#                 half of the experts in host memory, of 1 and 8 sequences, with --cpu-experts off, auto and 1, whose logits are
+#                 compared: CPU_EXPERTS are the presets (default: qwen1.5-moe-a2.7b@0.5 mixtral-8x7b@0.5), LAYERS cuts them
 #   tiers         two GPUs: devicetest's peer part; fixtures with experts on the second GPU, whose memory is
 #                 revoked meanwhile; Qwen1.5-MoE, and Mixtral with half of its experts, in host memory and on the second GPU
 #   access        decode steps of 1 to 8 sequences of Qwen1.5-MoE, Qwen3-30B-A3B and Mixtral (cut to 16 layers) with half of the
@@ -91,7 +94,7 @@ build() {
   cd "$root"
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
-  for package in device/cuda device/cuda/nvml device/cuda/nvrtc transfer kernels/cuda kernels/cuda/internal/cublaslt kvcache experts pipeline engine node cmd/moeserve; do
+  for package in device/cuda device/cuda/nvml device/cuda/nvrtc transfer kernels/cuda kernels/cuda/internal/cublaslt kernels/cpu kvcache experts pipeline engine node cmd/moeserve; do
     tools/cuda/go.sh test -c -tags cuda -o "$work/${package//\//-}.test" "./$package"
   done
   tools/cuda/go.sh build -tags cuda -trimpath -buildvcs=auto -o "$work/moeserve" ./cmd/moeserve
@@ -174,7 +177,7 @@ run() {
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
   for part in "$@"; do
-    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral tiers access multipath-tests sweep predicted guard soak reclaim preload bench sanitize beside gaps layout kvcopy latency kv kvtiers lending prefix hits fairness links sleep multipath calibrate load " == *" $part "* ]] || usage
+    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral cpu-experts tiers access multipath-tests sweep predicted guard soak reclaim preload bench sanitize beside gaps layout kvcopy latency kv kvtiers lending prefix hits fairness links sleep multipath calibrate load " == *" $part "* ]] || usage
   done
   [ -e "$folder/bundle.tar.xz" ] || { echo "there is no $folder/bundle.tar.xz: tools/cuda/gpu.sh build makes it" >&2; exit 2; }
   xz -dc "$folder/bundle.tar.xz" | tar -xf - -C "$work" || exit 1
@@ -231,6 +234,14 @@ run() {
       layers) limit 180 node node layers env TMPDIR="$work" "$work/node.test" "${overlap[@]}" -test.v -test.run GPULayers -python python3 ;;
       whole) limit 150 node presets whole-qwen "$work/node.test" "${overlap[@]}" -test.v -test.run GPUPresets -whole 'qwen1.5-moe-a2.7b@0,0.5,1' -host-gib "$host" -steps "$logs/presets.json" ;;
       whole-mixtral) limit 280 node presets whole-mixtral "$work/node.test" "${overlap[@]}" -test.v -test.timeout 280s -test.run GPUPresets -whole 'mixtral-8x7b@0,0.5,1' -host-gib "$host" -steps "$logs/presets.json" ;;
+      cpu-experts)
+        limit 240 kernels/cpu bench cpu-experts-kernel "$work/kernels-cpu.test" -test.run '^$' -test.bench Experts -test.benchtime 30x
+        grep '^Benchmark' "$work/said" | tee -a "$logs/table.log"
+        for preset in ${CPU_EXPERTS:-qwen1.5-moe-a2.7b@0.5 mixtral-8x7b@0.5}; do
+          limit 400 node presets "cpu-experts-${preset%%-*}" "$work/node.test" -test.v -test.timeout 400s -test.run GPUCPUExperts -whole "$preset" \
+            -batches 1,8 -layers "${LAYERS:-0}" -host-gib "$host"
+          grep -o -- '--cpu-experts .*' "$work/said" | grep -v '^--cpu-experts .*-whole' | tee -a "$logs/table.log"
+        done ;;
       tiers)
         limit 120 device/cuda device device-peers "$work/device-cuda.test" -test.v -test.run 'Conformance|SideBySide|PeerAccess'
         limit 120 node node tiers "$work/node.test" "${overlap[@]}" -test.v -test.run 'GPUTiers' -peer 1

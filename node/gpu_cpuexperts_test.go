@@ -1,0 +1,167 @@
+//go:build cuda
+
+package node_test
+
+import (
+	"fmt"
+	"io"
+	"math"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/kvcache"
+	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/pipeline"
+)
+
+// TestGPUCPUExperts runs whole presets with experts in host memory, of which the CPU computes none,
+// as many as let it and the link end together, and all. It times decode steps, and holds the CPU's
+// results to the GPU's: with the same tokens before, the logits of a decode step differ as roundings
+// do. With all experts of host memory on the CPU, the same steps give the same tokens again.
+func TestGPUCPUExperts(t *testing.T) {
+	if *whole == "" {
+		t.Skip("give -whole, with presets")
+	}
+	needGPU(t)
+	for _, p := range strings.Fields(*whole) {
+		name, fractions, _ := strings.Cut(p, "@")
+		for text := range strings.SplitSeq(fractions, ",") {
+			fraction, err := strconv.ParseFloat(text, 64)
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Run(fmt.Sprintf("%s@%s", name, text), func(t *testing.T) {
+				var want []float32
+				for _, choice := range []string{"off", "auto", "1"} {
+					got := runCPUExperts(t, name, fraction, choice)
+					if want == nil {
+						want = got
+					}
+					// The rounding of activations to 16 bits, in every layer.
+					if off := deviation(got, want); off > 0.05 {
+						t.Errorf("--cpu-experts %s: logits are off by %.3f of their deviation", choice, off)
+					} else {
+						t.Logf("--cpu-experts %s: logits are off by %.4f of their deviation", choice, off)
+					}
+				}
+			})
+		}
+	}
+}
+
+// deviation is the root mean square of the differences, as a share of the standard deviation of want.
+func deviation(got, want []float32) float64 {
+	var mean, square, variance float64
+	for _, v := range want {
+		mean += float64(v) / float64(len(want))
+	}
+	for i, v := range want {
+		square += math.Pow(float64(got[i]-v), 2)
+		variance += math.Pow(float64(v)-mean, 2)
+	}
+	if len(got) != len(want) || variance == 0 {
+		return math.Inf(1)
+	}
+	return math.Sqrt(square / variance)
+}
+
+// runCPUExperts times decode steps of each of -batches, and returns the logits of the first.
+func runCPUExperts(t *testing.T, name string, fraction float64, choice string) (logits []float32) {
+	t.Helper()
+	var sizes []int
+	for text := range strings.SplitSeq(*batches, ",") {
+		n, err := strconv.Atoi(text)
+		if err != nil || n < 1 {
+			t.Fatalf("-batches has %q", text)
+		}
+		sizes = append(sizes, n)
+	}
+	most := slices.Max(sizes)
+	n, err := node.Open(t.Context(), node.Options{HostLogits: true, Settings: gpuSettings(func(s *configs.Settings) {
+		s.Model.Name, s.Model.LoadFormat, s.Offload.Fraction, s.Model.NumHiddenLayers = name, configs.LoadDummy, fraction, *cut
+		s.Device.HostMemoryGiB, s.Offload.Tier, s.Batch.CPUExperts = *hostGiB, configs.HostTier, choice
+		s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.KV.MaxModelLen = max(2048, most*presetPrompt), most, presetBlocks(1)*kvcache.DefaultBlockTokens
+		s.KV.NumGPUBlocksOverride, s.Device.GPUMemoryUtilization = most*presetBlocks(1), 0.98
+	})})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := n.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	for _, batch := range sizes {
+		var before []int32
+		for range 2 { // twice the same
+			tokens, first := decodeCPUExperts(t, n, batch, fraction, choice)
+			if logits == nil {
+				logits = first
+			}
+			if choice == "1" && before != nil && !slices.Equal(tokens, before) {
+				t.Errorf("%d sequences, all experts of host memory on the CPU: other tokens than before", batch)
+			}
+			before = tokens
+		}
+	}
+	return logits
+}
+
+// decodeCPUExperts decodes a batch, and returns its tokens and the logits of the first decode step.
+func decodeCPUExperts(t *testing.T, n *node.Node, batch int, fraction float64, choice string) (tokens []int32, logits []float32) {
+	t.Helper()
+	b := newPresetBatch(t, n, batch)
+	defer b.free()
+	prompt := make([]int32, batch)
+	for i := range b.sequences {
+		prompt[i] = int32(31*i + 7)
+	}
+	b.step(b.sequences, io.Discard)
+	for i := range b.sequences {
+		b.sequences[i].Tokens = prompt[i : i+1] // not what was sampled: the same for all choices
+	}
+	var took []time.Duration
+	before, stalls := n.Observe().Experts(), n.Pipeline().Stalls()
+	for i := range presetSteps {
+		step := &pipeline.Step{Sequences: b.sequences, Logits: i == 0}
+		for k := range b.sequences {
+			if q := &b.sequences[k]; !q.Table.Reserve(q.Start + 1) {
+				t.Fatal("too few KV blocks")
+			}
+		}
+		start := time.Now()
+		res, err := n.Pipeline().Step(t.Context(), step)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if i >= presetFirst {
+			took = append(took, time.Since(start))
+		}
+		for _, l := range res.Logits {
+			logits = append(logits, l...)
+		}
+		tokens = append(tokens, res.Sampled...)
+		for k := range b.sequences {
+			q := &b.sequences[k]
+			q.Start, q.Tokens = q.Start+1, []int32{res.Sampled[k]}
+		}
+	}
+	slices.Sort(took)
+	median := took[len(took)/2]
+	after, now := n.Observe().Experts(), n.Pipeline().Stalls()
+	t.Logf("--cpu-experts %s, fraction %v, %d sequences: a decode step takes %.2f ms, %.1f tokens/s; %d uses of missing experts a step, %d of them on the CPU, %.2f GB fetched a step; stalls a step: experts copied %.2f ms, on the CPU %.2f ms, router %.2f ms",
+		choice, fraction, batch, 1e3*median.Seconds(), float64(batch)/median.Seconds(), (after.Misses-before.Misses)/presetSteps, (after.OnCPU-before.OnCPU)/presetSteps,
+		float64(after.Fetched[experts.Host]-before.Fetched[experts.Host])/presetSteps/1e9,
+		stallMS(now, stalls, pipeline.ExpertCopy), stallMS(now, stalls, pipeline.CPUExperts), stallMS(now, stalls, pipeline.RouterSync))
+	return tokens, logits
+}
+
+// stallMS is the stall of a cause between two readings, in ms a step.
+func stallMS(now, before pipeline.Stalls, c pipeline.Cause) float64 {
+	return 1e3 * (now[c] - before[c]).Seconds() / presetSteps
+}
