@@ -20,7 +20,7 @@ import (
 // The values of all metrics; the golden file of cmd/moeserve has their help and types.
 func TestCollect(t *testing.T) {
 	e := Experts{Tiers: map[experts.Tier]int{experts.Resident: 6, experts.Peer: 1, experts.Host: 1}, ResidentExperts: 6, Stats: experts.Stats{
-		Uses: experts.ByTier{experts.Resident: 5, experts.Peer: 4}, Hits: 21, Misses: 22, Prefetched: 23, Fetched: experts.FetchedBytes{experts.Host: 6}, ReadInPlace: experts.FetchedBytes{experts.Peer: 15},
+		Uses: experts.ByTier{experts.Resident: 5, experts.Peer: 4}, Hits: 21, Misses: 22, OnCPU: 24, Prefetched: 23, Fetched: experts.FetchedBytes{experts.Host: 6}, ReadInPlace: experts.FetchedBytes{experts.Peer: 15},
 		Promoted: 9, Demoted: 2, Revoked: 3, Swapped: 8, MigratedBytes: 10, MadeResident: 13, Offloaded: 14, PrefetchPredicted: 11, PrefetchUsed: 12,
 	}}
 	l := Links{
@@ -38,7 +38,8 @@ func TestCollect(t *testing.T) {
 		collector metrics.Collector
 		want      string
 	}{
-		{collector[Experts]{func() Experts { return e }}, `moeserve_expert_fetch_bytes_total{tier="host"} 6
+		{collector[Experts]{func() Experts { return e }}, `moeserve_expert_cpu_uses_total 24
+moeserve_expert_fetch_bytes_total{tier="host"} 6
 moeserve_expert_fetch_bytes_total{tier="peer"} 0
 moeserve_expert_hits_total 21
 moeserve_expert_migration_bytes_total 10
@@ -99,6 +100,7 @@ moeserve_kv_lent_moves_bytes_total{to="kv"} 140
 		{collector[Pipeline]{func() Pipeline { return p }}, `moeserve_graph_captures_total 17
 moeserve_graph_launches_total 18
 moeserve_stall_seconds_total{cause="cpu-attention"} 0
+moeserve_stall_seconds_total{cause="cpu-experts"} 0
 moeserve_stall_seconds_total{cause="expert-copy"} 16.5
 moeserve_stall_seconds_total{cause="kv-copy"} 0
 moeserve_stall_seconds_total{cause="kv-load"} 0
