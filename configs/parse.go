@@ -419,6 +419,10 @@ type CPUExpertChoice struct {
 // On reports whether the CPU computes any experts.
 func (c CPUExpertChoice) On() bool { return c.Auto || c.Fraction > 0 }
 
+// Timed reports whether it depends on time which experts the CPU computes: then tokens may differ
+// from run to run, as far as a GPU rounds otherwise than the CPU.
+func (c CPUExpertChoice) Timed() bool { return c.Auto || c.Fraction > 0 && c.Fraction < 1 }
+
 // ParseCPUExperts reads the setting cpu-experts. Where the CPU computes attention, auto is off.
 // Errors are *SettingError.
 func (b Batch) ParseCPUExperts() (CPUExpertChoice, error) {

@@ -312,6 +312,9 @@ func TestCPUExpertSettings(t *testing.T) {
 		if err != nil {
 			got = err.Error()
 		}
+		if timed := value != "off" && value != "0" && value != "1"; err == nil && (c.Timed() != timed || c.On() != (value != "off" && value != "0")) {
+			t.Errorf("%q: timed %v, on %v", value, c.Timed(), c.On())
+		}
 		if valid := s.Validate(); got != want || (valid == nil) != (err == nil) {
 			t.Errorf("%q: %s, want %s; valid: %v", value, got, want, valid)
 		}

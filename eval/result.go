@@ -71,7 +71,8 @@ type Result struct {
 	Roofline   *Roofline   `json:"roofline"`
 	Prediction *Prediction `json:"prediction"`
 	// TokensSHA256 is over all generated ids in the order of the requests, each as 32
-	// bits, the lowest byte first; empty on devices that keep no data.
+	// bits, the lowest byte first; empty on devices that keep no data. Where trials may differ, of
+	// the first.
 	TokensSHA256 string `json:"tokens_sha256"`
 }
 

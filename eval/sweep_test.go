@@ -149,6 +149,9 @@ func TestThroughputRefuses(t *testing.T) {
 			t.Errorf("%s: %v, want %s", c.name, err, c.text)
 		}
 	}
+	if _, err := eval.Throughput(t.Context(), drifting, eval.Cell{Tier: configs.NoTier}, eval.Options{Prompts: threePrompts, TokensMayDiffer: true}); err != nil {
+		t.Errorf("other tokens, which may be: %v", err)
+	}
 }
 
 func TestParse(t *testing.T) {

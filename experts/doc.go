@@ -75,6 +75,7 @@
 //	… router; its selection and a prediction for the next layer are copied to the host …
 //	… open.Waves: the resident experts …
 //	use, err := open.FetchChosen(ctx, chosen)
+//	… use.OnCPU: with Options.CPU, those that the CPU computes in host memory …
 //	step.PrefetchPredicted(next(l), predicted)
 //	… use.Waves, each after its copies …
 //	use.Release()
@@ -104,7 +105,8 @@
 //
 // # What it is not
 //
-// The package computes nothing and does not decide where experts live: the rebalancer
+// The package computes nothing (what the CPU computes of an expert in host memory is the
+// pipeline's; see CPUShare) and does not decide where experts live: the rebalancer
 // does, by Promote, Demote, Swap and Poll. A miss never creates a peer copy.
 //
 // # Invariants

@@ -14,7 +14,8 @@
 // experts. Its plan is OnDemand: in each layer the host waits for the router and fetches
 // the experts that it selected, while the device has other work. Experts predicted for the
 // next layer are prefetched, so that the copies of most have started before that layer's
-// router has run.
+// router has run. With CPUExperts the host computes some of the selected experts in its own
+// memory while others are fetched.
 //
 // A step of very few tokens may read experts where they lie instead (InPlace), if that is faster
 // (AccessModel).
@@ -46,14 +47,15 @@
 //     since KV append and sampling are idempotent; only the counts of routed tokens keep
 //     what a discarded step added. A lost device fails the step in the same way, unless
 //     the device is the compute GPU.
-//   - All plans give the same bits where the backend is batch-invariant; with attention on
-//     another backend, where its attention gives the same bits as well.
+//   - All plans give the same bits where the backend is batch-invariant; with attention or
+//     experts on another backend, where that gives the same bits as well.
 //   - Whatever a stream waits for was enqueued before, or is a copy that completes by
 //     itself.
 //   - A step's results are used only after all of its sources were checked for errors: the
 //     compute stream may not see them.
 //   - For the same sequence of steps the tokens do not depend on where experts are, on when
-//     they arrive, or on failures in between.
+//     they arrive, or on failures in between; with CPUExperts on a backend that rounds otherwise
+//     they may, unless its share is 1.
 //
 // # Example
 //

@@ -226,6 +226,11 @@ func newBenchmark(s *streams, set *settings) (*benchmark, error) {
 	}
 	o := &b.options
 	o.Run = thisRun(s)
+	onCPU, err := set.Batch.ParseCPUExperts()
+	if err != nil {
+		return nil, err
+	}
+	o.TokensMayDiffer = onCPU.Timed()
 	o.Prompts, o.Cut = eval.Repeat(prompts, set.Bench.NumPrompts, room)
 	o.NewTokens, o.Warmup, o.Trials, o.Prefills = set.Bench.OutputLen, set.Bench.WarmupTokens, set.Bench.Trials, set.Bench.PrefillTrials
 	if o.Warmup == 0 {

@@ -1,8 +1,9 @@
 // Package cpu implements the operations of package kernels in Go and assembly, on streams that
 // run Go functions: those of emulated devices, and host streams everywhere. Activations and the
-// KV cache are float32; weights may be bf16, fp16 or float32. AppendKV and Attention also
-// accept bf16 or fp16 activations and caches, since they serve GPUs whose KV cache is in host
-// memory; their arithmetic is float32 too.
+// KV cache are float32; weights may be bf16, fp16 or float32. AppendKV, Attention, ExpertUp and
+// ExpertDown also accept bf16 or fp16 activations and caches, since they serve GPUs whose KV cache
+// or experts are in host memory; their arithmetic is float32 too, and results are rounded once.
+// Experts may be row-major, or in the layout kernels.Tiles of such GPUs, with the same bits.
 //
 // # What it is not
 //
@@ -44,6 +45,8 @@
 // FLOP/s that the machine reaches at the same time:
 //
 //	go test -run '^$' -bench 'Decode|Prefill' -benchtime 64x ./kernels/cpu
+//
+// BenchmarkExperts reports the rate at which experts in host memory are read.
 //
 // # Example
 //
