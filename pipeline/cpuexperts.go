@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/experts"
@@ -38,7 +39,7 @@ type cpuExperts struct {
 	// once their time has been read.
 	begun, ended device.Event
 	rows         []int
-	// pairs are the (token, k) pairs of the layer's experts on the host, by expert.
+	// pairs are the (token, k) pairs of the layer's experts on the host.
 	pairs []int
 	// Scratch space of await.
 	dst, src []device.Range
@@ -190,10 +191,15 @@ func (h *cpuExperts) await(x *executor, tokens forward.Span, m *meter) error {
 		return err
 	}
 	outputs := x.model.ExpertOutputs(tokens)
+	slices.Sort(h.pairs)
 	h.dst, h.src = h.dst[:0], h.src[:0]
-	for _, pair := range h.pairs {
-		h.dst = append(h.dst, outputs.Slice(pair, pair+1).Range())
-		h.src = append(h.src, h.buffers.output.Slice(pair, pair+1).Range())
+	for i := 0; i < len(h.pairs); { // one copy for rows that follow one another
+		first, end := h.pairs[i], h.pairs[i]
+		for ; i < len(h.pairs) && h.pairs[i] == end; i++ {
+			end++
+		}
+		h.dst = append(h.dst, outputs.Slice(first, end).Range())
+		h.src = append(h.src, h.buffers.output.Slice(first, end).Range())
 	}
 	if err := copyAll(x.stream, h.dst, h.src); err != nil {
 		return fmt.Errorf("copy the outputs of experts from the host: %w", err)

@@ -5,6 +5,7 @@ import (
 	"runtime"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels"
@@ -17,6 +18,9 @@ type Options struct {
 	Threads int
 	// ISA is the instruction set, one of ISAs. Default: the best.
 	ISA ISA
+	// Spin is how long idle goroutines poll for work before they sleep: waking many of them takes as
+	// long as reading some MB. It is for cores that have nothing else to do. Default: 0.
+	Spin time.Duration
 }
 
 // Backend is a kernels.Backend. It may serve any number of streams at once.
@@ -36,7 +40,7 @@ func New(o Options) *Backend {
 	if o.Threads <= 0 {
 		o.Threads = runtime.GOMAXPROCS(0)
 	}
-	return &Backend{pool: newPool(o.Threads, instructionsOf(o.ISA))}
+	return &Backend{pool: newPool(o.Threads, instructionsOf(o.ISA), o.Spin)}
 }
 
 // Name implements kernels.Backend.

@@ -127,7 +127,7 @@ func FuzzProduct(f *testing.F) {
 		w.addr = addressOf(data)
 		x := floatsOf(t, random(r, rows*inner))
 		for _, s := range available() {
-			pool := newPool(1, s)
+			pool := newPool(1, s, 0)
 			multiply := func(from, to int, v matrix) []float32 {
 				y := make([]float32, (to-from)*outer)
 				p := gemm{

@@ -3,6 +3,7 @@ package cpu
 import (
 	"sync"
 	"sync/atomic"
+	"time"
 )
 
 // pool is a fixed set of goroutines that help the callers of parallel. Several goroutines may
@@ -10,6 +11,7 @@ import (
 type pool struct {
 	set     *instructions
 	threads int
+	spin    time.Duration
 	regions chan *region
 	workers sync.WaitGroup
 	scratch sync.Pool // *[]float32
@@ -26,16 +28,30 @@ type region struct {
 	done  chan struct{}
 }
 
-func newPool(threads int, s *instructions) *pool {
-	p := &pool{set: s, threads: threads, regions: make(chan *region, threads)}
+func newPool(threads int, s *instructions, spin time.Duration) *pool {
+	p := &pool{set: s, threads: threads, spin: spin, regions: make(chan *region, threads)}
 	for range threads - 1 {
 		p.workers.Go(func() {
-			for r := range p.regions {
+			for r := p.next(); r != nil; r = p.next() {
 				r.work()
 			}
 		})
 	}
 	return p
+}
+
+// next waits for a region; nil: the pool is closed. It polls for a while before it sleeps.
+func (p *pool) next() *region {
+	if p.spin > 0 {
+		for start := time.Now(); time.Since(start) < p.spin; {
+			select {
+			case r := <-p.regions:
+				return r
+			default:
+			}
+		}
+	}
+	return <-p.regions
 }
 
 // close ends the goroutines; no call of parallel may be in progress.
@@ -64,6 +80,10 @@ offer:
 		}
 	}
 	r.work()
+	if p.spin > 0 {
+		for start := time.Now(); r.ended.Load() < r.parts && time.Since(start) < p.spin; {
+		}
+	}
 	<-r.done
 }
 

@@ -19,6 +19,9 @@ const (
 	tiledRows = 8
 	// minBlocks is the minimum number of blocks of a part: w1 and w3 alternate by one.
 	minBlocks = 2
+	// maxBlocks is the maximum number of blocks times rows of a part: the sums of 32, of 16 KiB, stay
+	// in the first cache.
+	maxBlocks = 32
 	// partsPerThread is the number of parts that a thread should have at least, so that all end
 	// at about the same time.
 	partsPerThread = 4
@@ -50,13 +53,14 @@ func (b *Backend) newTiled(w device.Addr, units, inner, n int, row func(r int) d
 
 // runTiled runs GEMMs, with their parts in parallel.
 func (b *Backend) runTiled(t kernels.DType, products []tiledGEMM) {
-	units := 0
+	units, rows := 0, 0
 	for i := range products {
 		units += products[i].units
+		rows = max(rows, products[i].n)
 	}
 	const all = kernels.TileRows / tileTurns
 	blocks := all
-	for blocks > minBlocks && units*all/blocks < partsPerThread*b.threads {
+	for blocks > minBlocks && (units*all/blocks < partsPerThread*b.threads || blocks*min(rows, tiledRows) > maxBlocks) {
 		blocks /= 2
 	}
 	parts := all / blocks // of a unit

@@ -5,6 +5,7 @@ import (
 	"math/rand/v2"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/kernels"
@@ -123,7 +124,7 @@ func TestTiles(t *testing.T) {
 			} {
 				t.Run(fmt.Sprintf("%s/%v/%+v", isa, w, s), func(t *testing.T) {
 					shape := kernels.ExpertShape{Hidden: s.hidden, Intermediate: s.intermediate, DType: w}
-					m, b := openMachine(t, cpu.Options{Threads: s.threads, ISA: isa}, emulated.Options{Check: true})
+					m, b := openMachine(t, cpu.Options{Threads: s.threads, ISA: isa, Spin: time.Duration(s.tokens%2) * 10 * time.Microsecond}, emulated.Options{Check: true})
 					h := newHost(t, m, b)
 					for _, act := range []kernels.DType{kernels.F32, kernels.BF16, kernels.F16} {
 						wantUp, wantDown := newExpertCase(h, shape, kernels.RowMajor, act, s.tokens).outputs()
@@ -200,7 +201,7 @@ func BenchmarkExperts(b *testing.B) {
 
 func benchExperts(b *testing.B, s kernels.ExpertShape, tag string, threads, rows int) {
 	const bytes = 1 << 30
-	m, backend := openMachine(b, cpu.Options{Threads: threads}, emulated.Options{})
+	m, backend := openMachine(b, cpu.Options{Threads: threads, Spin: 50 * time.Microsecond}, emulated.Options{})
 	h := newHost(b, m, backend)
 	l, err := kernels.RowMajorLayout("cpu", s)
 	if err != nil {

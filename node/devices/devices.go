@@ -8,6 +8,7 @@ import (
 	"runtime"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
@@ -209,6 +210,9 @@ func (d *Devices) Host() kernels.Backend {
 	return d.host
 }
 
+// cpuSpin is a little longer than the time between a layer's two GEMMs.
+const cpuSpin = 50 * time.Microsecond
+
 // CPUExperts returns a backend for experts on the CPU and the number of its threads. Beside a GPU it
 // leaves some of the machine's cores to the threads that feed the GPU.
 func (d *Devices) CPUExperts() (_ kernels.Backend, threads int) {
@@ -218,7 +222,7 @@ func (d *Devices) CPUExperts() (_ kernels.Backend, threads int) {
 	}
 	threads = max(1, threads-max(1, threads/8))
 	if d.experts == nil {
-		d.experts = cpu.New(cpu.Options{Threads: threads})
+		d.experts = cpu.New(cpu.Options{Threads: threads, Spin: cpuSpin})
 		d.closers = append(d.closers, d.experts.Close)
 	}
 	return d.experts, threads

@@ -373,42 +373,80 @@ s*%d bytes behind w, and has 8 weight rows of %d bytes in each of the first bloc
 whose chunks of 16 bytes are swizzled. Row r of x begins r*stride bytes behind x;
 its elements of tile s begin s*%d elements further.`, tileBytes, rowBytes, columns)
 	x, stride, w, rows, steps := load("x"), load("stride"), load("w"), load("rows"), load("steps")
-	vectors := columns / v.lanes()
-	weights := make([]reg.VecVirtual, vectors)
-	for i := range weights {
-		weights[i] = v.vector()
+	// As many weight rows at once as there are registers for: their sums do not wait for each other.
+	group, vectors := 1, columns/v.lanes()
+	if v.wide() {
+		group = 4
 	}
-	sum, at, row, block, left, from := v.vector(), build.GP64(), build.GP64(), build.GP64(), build.GP64(), build.GP64()
+	weights, xs, sums := make([]reg.VecVirtual, group*vectors), make([]reg.VecVirtual, vectors), make([]reg.VecVirtual, group)
+	for _, all := range [][]reg.VecVirtual{weights, xs, sums} {
+		for i := range all {
+			all[i] = v.vector()
+		}
+	}
+	at, third, row, block, left, from, step := build.GP64(), build.GP64(), build.GP64(), build.GP64(), build.GP64(), build.GP64(), build.GP64()
+	build.IMUL3Q(operand.U32(v.bytes), rows, step) // from the sums of a weight row to those of the next
+	sumAt := func(j int) operand.Mem {
+		m := mem([]reg.Register{at, third}[j/2], 0)
+		if j%2 == 1 {
+			m.Index, m.Scale = step, 1
+		}
+		return m
+	}
 	loop("step", steps, func() {
 		build.Load(build.Param("sums"), at)
 		build.MOVQ(w, from)
 		build.Load(build.Param("blocks"), block)
 		loop("block", block, func() {
-			for turn := range turns {
-				for line := range rowBytes / 64 {
-					build.PREFETCHT0(mem(from, tileBytes+turn*rowBytes+64*line))
-				}
-				for i, to := range weights {
-					chunk := i * v.lanes() * t.bytes / 16
-					chunks := v.lanes() * t.bytes / 16
-					t.load(mem(from, turn*rowBytes+(chunk^turn&^(chunks-1))*16), to)
-					if chunks == 2 && turn&1 == 1 {
-						build.VSHUFF64X2(operand.U8(0x4e), to, to, to)
+			for first := 0; first < turns; first += group {
+				for j := range group {
+					turn := first + j
+					for line := range rowBytes / 64 {
+						build.PREFETCHT0(mem(from, tileBytes+turn*rowBytes+64*line))
+					}
+					for i, to := range weights[j*vectors:][:vectors] {
+						chunks := v.lanes() * t.bytes / 16
+						t.load(mem(from, turn*rowBytes+(i*chunks^turn&^(chunks-1))*16), to)
+						if chunks == 2 && turn&1 == 1 {
+							build.VSHUFF64X2(operand.U8(0x4e), to, to, to)
+						}
 					}
 				}
 				build.MOVQ(x, row)
 				build.MOVQ(rows, left)
-				name := fmt.Sprintf("row%d", turn)
-				build.Label(name) // there is at least one row
-				build.VMOVUPS(mem(at, 0), sum)
-				for i, weight := range weights {
-					build.VFMADD231PS(mem(row, i*v.bytes), weight, sum)
+				if group > 2 {
+					build.LEAQ(operand.Mem{Base: at, Index: step, Scale: 2}, third)
 				}
-				build.VMOVUPS(sum, mem(at, 0))
+				name := fmt.Sprintf("row%d", first)
+				build.Label(name) // there is at least one row
+				for j, sum := range sums {
+					build.VMOVUPS(sumAt(j), sum)
+				}
+				for i := range vectors {
+					if group > 1 {
+						build.VMOVUPS(mem(row, i*v.bytes), xs[i])
+					}
+					for j, sum := range sums {
+						if group > 1 {
+							build.VFMADD231PS(xs[i], weights[j*vectors+i], sum)
+						} else {
+							build.VFMADD231PS(mem(row, i*v.bytes), weights[i], sum)
+						}
+					}
+				}
+				for j, sum := range sums {
+					build.VMOVUPS(sum, sumAt(j))
+				}
 				build.ADDQ(operand.U32(v.bytes), at)
+				if group > 2 {
+					build.ADDQ(operand.U32(v.bytes), third)
+				}
 				build.ADDQ(stride, row)
 				build.DECQ(left)
 				build.JNZ(operand.LabelRef(name))
+				if group > 2 { // at is behind the sums of the group's first row
+					build.LEAQ(operand.Mem{Base: third, Index: step, Scale: 1}, at)
+				}
 			}
 			build.ADDQ(operand.U32(turns*rowBytes), from)
 		})
