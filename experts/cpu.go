@@ -80,9 +80,14 @@ func (r CPURate) seconds(l *kernels.ExpertLayout, rows []int) float64 {
 	}
 	t := r.Latency.Seconds()
 	for _, n := range rows {
-		t += max(r.reading(l), float64(n)*r.row(l))
+		t += r.one(l, n)
 	}
 	return t
+}
+
+// one is the time of one expert, without the latency.
+func (r CPURate) one(l *kernels.ExpertLayout, rows int) float64 {
+	return max(r.reading(l), float64(rows)*r.row(l))
 }
 
 // reading is the time of reading an expert's weights, row that of one row's arithmetic.
@@ -143,20 +148,23 @@ func (r CPURate) divide(l *kernels.ExpertLayout, link hostLink, list []candidate
 	if link.bytesPerSecond <= 0 {
 		return 0, 0 // nothing to compare with
 	}
-	rows, vain := make([]int, 0, len(list)), 0.0
+	computing, vain := 0.0, 0.0
 	seconds = math.Inf(1)
 	for n := 0; ; n++ {
 		copying := 0.0
 		if n < len(list) {
 			copying = link.seconds(list[n:]) + vain
 		}
-		if t := max(copying, r.seconds(l, rows)); t < seconds {
+		if t := max(copying, computing); t < seconds {
 			onCPU, seconds = n, t
 		}
 		if n == len(list) {
 			return onCPU, seconds
 		}
-		rows = append(rows, list[n].rows)
+		if n == 0 {
+			computing = r.Latency.Seconds()
+		}
+		computing += r.one(l, list[n].rows)
 		if list[n].left < l.Size {
 			vain += float64(list[n].left) / link.bytesPerSecond
 		}

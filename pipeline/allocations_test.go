@@ -76,6 +76,7 @@ func TestNoAllocations(t *testing.T) {
 		{Options{SmallBatchTokens: 64}, 0.5},
 		{Options{ExpertAccess: configs.DirectAccess, Graphs: 16}, 0.5},
 		{Options{ExpertAccess: configs.DirectAccess, MicroBatches: 2}, 1},
+		{Options{SmallBatchTokens: 64, CPUExperts: host, CPUShare: cpuShare(1)}, 0.5},
 		{Options{Grouping: configs.PerMicroBatch, MicroBatches: 2, SmallBatchTokens: -1}, 1},
 	} {
 		const from, steps = 5, 50
