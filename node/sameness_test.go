@@ -96,7 +96,7 @@ func TestSameTokens(t *testing.T) {
 				func(s *configs.Settings) { s.Batch.Grouping = configs.PerMicroBatch },
 				func(s *configs.Settings) { s.Batch.CPUExperts, s.Batch.MaxNumBatchedTokens = "50%", 4 },
 				func(s *configs.Settings) { s.Batch.CPUExperts, s.Batch.Attention = "1", configs.OnCPU },
-				func(s *configs.Settings) { s.Batch.CPUExperts = "auto" },
+				func(s *configs.Settings) { s.Batch.CPUExperts, s.Batch.MaxNumBatchedTokens = "auto", 4 },
 				func(s *configs.Settings) {
 					s.Batch.Attention, s.Batch.Grouping, s.Batch.NumMicroBatches = configs.OnCPU, configs.PerMicroBatch, 5
 				},
@@ -107,10 +107,13 @@ func TestSameTokens(t *testing.T) {
 					s.Batch.Attention, s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs = configs.OnCPU, 9, 4
 				},
 			} {
-				m := machine{"", []float64{0.5, 1}[i%2], emulated.Options{Virtual: true, Check: true, Schedule: emulated.Random, Seed: uint64(i)}}
+				m := machine{"", []float64{0.5, 1}[i%2], emulated.Options{Virtual: true, Check: true, Schedule: emulated.Random, Seed: uint64(i), HostLink: emulated.Link{BytesPerSecond: 1e7}}}
 				n := open(t, m, func(s *configs.Settings) { model(s); change(s) })
 				if got := generate(t, n); got != want {
 					t.Errorf("attention, grouping and micro-batches %d: tokens %s, want %s", i, got, want)
+				}
+				if e := n.Observe().Experts(); (e.OnCPU > 0) != (n.Info().Settings.Batch.CPUExperts != "off") {
+					t.Errorf("--cpu-experts %s: the CPU computed %d of %d misses", n.Info().Settings.Batch.CPUExperts, e.OnCPU, e.Misses)
 				}
 			}
 			alone := open(t, machines()[2], model)
