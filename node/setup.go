@@ -469,7 +469,7 @@ func (u *setup) cpuExperts() (kernels.Backend, *experts.CPUShare) {
 	if choice.Auto {
 		fraction = experts.AutoCPUShare
 		if p, err := u.devices.Machine.Topology().Path(device.Host, u.devices.Space); err != nil || p.BytesPerSecond == 0 {
-			u.o.Log.Warn("--cpu-experts auto computes no experts on the CPU, as the rate of the link from host memory is not known; give a fraction", "err", err)
+			u.o.Log.Warn("--cpu-experts auto computes no experts on the CPU, as the rate of the link from host memory is not known; give a fraction", "gpu", u.devices.Space.String())
 		}
 	}
 	// What a thread reads and computes of a server, and what its memory gives to all, until they are
