@@ -120,7 +120,8 @@ type candidate struct {
 type hostLink struct {
 	bytesPerSecond float64
 	latency        time.Duration // of a copy
-	// head is how long the link can copy before the experts are needed.
+	// head is how long the link can copy before the experts are needed; negative: how long it is
+	// still busy with other copies.
 	head time.Duration
 }
 
@@ -198,7 +199,7 @@ type cpuWork struct {
 func (s *steps) chooseCPU(position int, marked []bool, predicted bool) {
 	w := &s.cpu
 	w.list = w.list[:0]
-	size := s.plan.Layout.Size
+	size, begun := s.plan.Layout.Size, int64(0)
 	for e := range marked {
 		id := ID{position, e}
 		if !marked[e] || s.places.resident(id) {
@@ -212,6 +213,8 @@ func (s *steps) chooseCPU(position int, marked []bool, predicted bool) {
 			left = size
 		case left == 0, s.fetch.has(id) && (predicted || w.share.fraction >= 0):
 			continue // it is there, or being fetched
+		case s.fetch.has(id):
+			begun += left
 		}
 		w.list = append(w.list, candidate{expert: e, rows: w.rows[e], left: left})
 	}
@@ -221,6 +224,8 @@ func (s *steps) chooseCPU(position int, marked []bool, predicted bool) {
 		link := hostLink{bytesPerSecond: s.fetch.links.Rate(device.Host), latency: linkLatency}
 		if predicted {
 			link.head = w.head
+		} else if link.bytesPerSecond > 0 {
+			link.head = -time.Duration(float64(s.fetch.hostBytesLeft()-begun) / link.bytesPerSecond * float64(time.Second))
 		}
 		var seconds float64
 		n, seconds = w.share.Rate().divide(&s.plan.Layout, link, w.list)
@@ -260,6 +265,16 @@ func (s *steps) countRows(chosen []int32) {
 	for _, e := range chosen {
 		s.cpu.rows[e]++
 	}
+}
+
+// hostBytesLeft is the bytes that fetches from host memory have still to bring.
+func (f *fetcher) hostBytesLeft() (bytes int64) {
+	for _, c := range f.fetches {
+		if c.from == device.Host && c.ticket != nil && !c.ticket.Ended() {
+			bytes += c.bytes - c.ticket.Landed()
+		}
+	}
+	return bytes
 }
 
 // left is the bytes that a copy from host memory has still to bring of an offloaded expert; 0 if it

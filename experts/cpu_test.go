@@ -5,9 +5,11 @@ import (
 	"math"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
+	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/kernels"
 )
@@ -182,6 +184,35 @@ func TestCPUShareOfCached(t *testing.T) {
 		if len(use.OnCPU) != want {
 			t.Errorf("fraction %v: the CPU computes %v, which are cached", fraction, use.OnCPU)
 		}
+		r.ok(use.Release())
+		r.ok(r.end(st))
+	}
+}
+
+// TestCPUShareOfBusyLink: while the link is busy with a wrong prediction, the CPU computes what the
+// link would otherwise bring sooner.
+func TestCPUShareOfBusyLink(t *testing.T) {
+	for _, predicted := range [][]int32{nil, {1}} {
+		r := newRig(t, small(rowMajor), emulated.Options{Virtual: true, HostLink: emulated.Link{BytesPerSecond: 1e6}}, 200)
+		size := r.model.layout.Size
+		// An expert takes the CPU 1.4 times as long as the link.
+		r.cpu = NewCPUShare(AutoCPUShare, CPURate{BytesPerSecond: float64(r.model.layout.Bytes()) / (1.4 * float64(size) / 1e6), FlopsPerSecond: 1e15})
+		s := r.open(Config{Placement: r.placed(0.5), CacheSlots: 3})
+		r.fill(s, 11)
+		stuck := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.To == device.HBM(0) && strings.HasPrefix(p.Stream, "copy ") }})
+		st := r.begin(s)
+		r.cpu.fraction = 0 // prefetch it whatever it costs
+		r.ok(st.PrefetchPredicted(0, predicted))
+		r.cpu.fraction = AutoCPUShare
+		r.ok(r.compute.Synchronize(t.Context()))
+		open, err := st.LayerUnrouted(t.Context(), 0)
+		r.ok(err)
+		use, err := open.FetchChosen(t.Context(), []int32{3})
+		r.ok(err)
+		if got := len(use.OnCPU) == 1; got != (predicted != nil) {
+			t.Errorf("predicted were %v: on the CPU %v", predicted, use.OnCPU)
+		}
+		stuck.Release()
 		r.ok(use.Release())
 		r.ok(r.end(st))
 	}

@@ -228,14 +228,10 @@ func (s *steps) fetchChosen(ctx context.Context, position int, chosen []int32) (
 			s.counts.PrefetchUsed++
 		}
 	}
+	s.skipOthers(position) // predicted or prefetched, but not routed to
 	onCPU := s.computeOnCPU(position, chosen)
+	s.skipOthers(position)
 	missing := s.selected(position, l.routed)
-	for e := range l.refs {
-		if l.refs[e].Held() && !l.routed[e] { // predicted or prefetched, but not routed to
-			l.refs[e].Release()
-			s.fetch.skip(ID{position, e})
-		}
-	}
 	waves := s.plan.onDemandWaves(len(missing))
 	if err := s.fetchAll(position, missing, waves); err != nil {
 		return Use{}, err
@@ -252,6 +248,18 @@ func (s *steps) fetchChosen(ctx context.Context, position int, chosen []int32) (
 	}
 	s.countUse(position, missing)
 	return Use{Slots: s.tables.rows[position].slots, Waves: l.waves[first:], OnCPU: onCPU}, nil
+}
+
+// skipOthers releases the slots of experts that are not marked as routed, and skips copies into them
+// that have not started.
+func (s *steps) skipOthers(position int) {
+	l := &s.layers[position]
+	for e := range l.refs {
+		if l.refs[e].Held() && !l.routed[e] {
+			l.refs[e].Release()
+			s.fetch.skip(ID{position, e})
+		}
+	}
 }
 
 // residentWave adds the wave of the resident experts.

@@ -207,9 +207,12 @@ func (h *cpuExperts) await(x *executor, tokens forward.Span, m *meter) error {
 	return nil
 }
 
+// fewCopies is the number of copies up to which a batch costs more than it saves.
+const fewCopies = 3
+
 // copyAll copies ranges by one operation, where the stream can.
 func copyAll(s device.Stream, dst, src []device.Range) error {
-	if b, ok := s.(device.BatchCopier); ok && len(dst) > 1 {
+	if b, ok := s.(device.BatchCopier); ok && len(dst) > fewCopies {
 		if err := b.CopyBatch(dst, src); !errors.Is(err, device.ErrNoBatches) {
 			return err
 		}

@@ -210,8 +210,8 @@ func (d *Devices) Host() kernels.Backend {
 	return d.host
 }
 
-// cpuSpin is a little longer than the time between a layer's two GEMMs.
-const cpuSpin = 50 * time.Microsecond
+// cpuSpin is longer than the time between the experts of two layers of small models.
+const cpuSpin = 300 * time.Microsecond
 
 // CPUExperts returns a backend for experts on the CPU and the number of its threads. Beside a GPU it
 // leaves some of the machine's cores to the threads that feed the GPU.
