@@ -175,8 +175,8 @@ func TestHalfActivations(t *testing.T) {
 }
 
 // BenchmarkExperts reports at which rate experts in host memory, in the layout of the GPU, are
-// read for one token or a few that are all routed to them. 1 GiB of experts are
-// read in turn, so that no cache holds them.
+// read for one token or a few that are all routed to them, beside plain loads by as many threads.
+// 1 GiB of experts are read in turn, so that no cache holds them.
 //
 //	go test -run '^$' -bench Experts -benchtime 100x ./kernels/cpu
 func BenchmarkExperts(b *testing.B) {
@@ -231,6 +231,13 @@ func benchExperts(b *testing.B, s kernels.ExpertShape, tag string, threads, rows
 	for e := range slots {
 		tables = append(tables, tensor(h, kernels.U64, slots[e:e+1], 1))
 	}
+	reads := 0.0
+	if c := cpu.NewCeilings(backend); c != nil {
+		n := int(weights.Bytes()) / (512 * threads) * 512 * threads
+		start := time.Now()
+		c.Read(weights.Addr, n)
+		reads = float64(n) / time.Since(start).Seconds() / 1e9
+	}
 	for i := 0; b.Loop(); i++ {
 		up := kernels.ExpertUp{ExpertGEMM: op}
 		up.Slots = tables[i%experts]
@@ -246,4 +253,5 @@ func benchExperts(b *testing.B, s kernels.ExpertShape, tag string, threads, rows
 		}
 	}
 	b.ReportMetric(float64(l.Bytes())*float64(b.N)/b.Elapsed().Seconds()/1e9, "GB/s")
+	b.ReportMetric(reads, "read-GB/s")
 }

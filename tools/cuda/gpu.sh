@@ -240,7 +240,7 @@ run() {
         for preset in ${CPU_EXPERTS:-qwen1.5-moe-a2.7b@0.5 mixtral-8x7b@0.5}; do
           limit 400 node presets "cpu-experts-${preset%%-*}" "$work/node.test" -test.v -test.timeout 400s -test.run GPUCPUExperts -whole "$preset" \
             -batches 1,8 -layers "${LAYERS:-0}" -host-gib "$host"
-          grep -o -- '--cpu-experts .*' "$work/said" | grep -v '^--cpu-experts .*-whole' | tee -a "$logs/table.log"
+          grep -o -- '--cpu-experts .*' "$work/said" | tee -a "$logs/table.log"
         done ;;
       tiers)
         limit 120 device/cuda device device-peers "$work/device-cuda.test" -test.v -test.run 'Conformance|SideBySide|PeerAccess'
