@@ -182,7 +182,8 @@ func TestRelayFails(t *testing.T) {
 			r.wait(r.submit(r.down(dst, src, transfer.Demand)))
 			r.equal(dst, src)
 			s := r.path(device.Host, device.HBM(1))
-			if !s.Retired || s.Retries != 2 || r.path(device.Host, device.HBM(0)).Failed != 0 {
+			// A third chunk may be in flight when the second fails.
+			if !s.Retired || s.Retries < 2 || s.Retries > 3 || r.path(device.Host, device.HBM(0)).Failed != 0 {
 				t.Errorf("%s fails: %+v", hop, s)
 			}
 			fault.Release()
