@@ -24,6 +24,12 @@ DEVICE void barrier_arrive_after_copies(u64 *barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
+// The phase also waits for this thread's previous cp.async copies, which are no arrival. A later
+// arrival must be missing still.
+DEVICE void barrier_await_copies(u64 *barrier) {
+  asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
 // Waits for the end of the phase of that parity.
 DEVICE void barrier_wait(u64 *barrier, u32 parity) {
   asm volatile(

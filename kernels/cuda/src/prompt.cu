@@ -37,6 +37,7 @@ constexpr int half_bytes = tile_positions * 128;  // 64 elements of each positio
 constexpr int slot_bytes = 2 * half_bytes;        // keys or values of a tile
 constexpr int query_bytes = 64 * 128;             // 64 elements of each query of a warpgroup
 constexpr int slots = 4;
+constexpr int cached_positions = 65536;           // 32 MiB of keys and values of one KV head
 
 // Chunks have 256 positions up to position 4096, and 1024 from there on. prompt.go counts them.
 constexpr int small_chunk = 256, large_chunk = 1024, large_from = 4096;
@@ -73,7 +74,7 @@ struct prompt {
 
   // The schedule: every block takes items from the list of all of them in turn, in both
   // directions, so that longer and shorter ones even out. The list has the sequences in order, and
-  // of a sequence its last and longest tile first. The lanes look at 32 sequences at a time.
+  // of a sequence, or some of its KV heads, its last and longest tile first. The lanes look at 32 sequences at a time.
   struct cursor {
     int first, before;             // first of 32 sequences, and items of those before them
     int rows, context, items, to;  // of this lane's: items, and items up to its last one
@@ -122,8 +123,13 @@ struct prompt {
     int i = index - __shfl_sync(all_lanes, c.to - c.items, lane);
     int tiles = (n + tile_rows() - 1) / tile_rows(), parts = this->parts(n, context);
     t.sequence = c.first + lane;
-    t.kv_head = i % kv_heads();
-    i /= kv_heads();
+    // As many KV heads in turn as have room for their keys and values in the L2 cache.
+    int in_turn = a.chunks > 0 ? kv_heads() : max(1, min(kv_heads(), cached_positions / (context - first_seen(context - n))));
+    int before = i / (tiles * parts * in_turn) * in_turn;  // KV heads
+    i -= before * tiles * parts;
+    in_turn = min(in_turn, kv_heads() - before);
+    t.kv_head = before + i % in_turn;
+    i /= in_turn;
     int part = parts - 1 - i % parts, first = (tiles - 1 - i / parts) * tile_rows();
     t.row0 = load_early((const int *)a.starts + t.sequence) + first;
     t.rows = min(tile_rows(), n - first);
@@ -163,13 +169,18 @@ struct prompt {
     copy_tile(slot + half_bytes + lane * a.box * 128, map, element + 64, at, full);
   }
 
+  // The arrivals of the producer's warps but the first, whose arrival says how many bytes to expect.
+  DEVICE void arrive_rest(u64 *full) const {
+    if (threadIdx.x > 0 && threadIdx.x % 32 == 0) barrier_arrive(full);
+  }
+
   // Positions that no query attends to may be anything in keys, as their scores are not used.
   DEVICE void load_keys(const prompt_item &t, int tile, int block, pipeline_state &now) const {
     u64 *full = &r.full[now.slot];
-    if (threadIdx.x == 0) barrier_expect(full, slot_bytes);
     if (own_box())
       copy_box(r.memory + now.slot * slot_bytes, &a.k, (int)(t.kv_head * a.k_head), a.k_block_rows, a.k_rows, block, tile, full);
-    barrier_arrive_after_copies(full);
+    if (threadIdx.x == 0) barrier_expect(full, slot_bytes);
+    arrive_rest(full);
     advance(r, now);
   }
 
@@ -182,9 +193,10 @@ struct prompt {
     bool whole = block < 0 || (p >= t.begin && p + a.box <= t.end);
     u32 partly = __ballot_sync(all_lanes, !whole);  // lanes without a box have no block
     barrier_wait(&r.empty[now.slot], now.parity);
-    if (threadIdx.x == 0) barrier_expect(full, slot_bytes - __popc(partly) * a.box * 256);
+    int bytes = slot_bytes - __popc(partly) * a.box * 256;
     if (own_box() && whole) copy_box(slot, &a.v, (int)(t.kv_head * a.v_head), a.v_block_rows, a.v_rows, block, tile, full);
-    for (partly = __ballot_sync(all_lanes, !whole && own_box()); partly != 0; partly &= partly - 1) {
+    u32 own = __ballot_sync(all_lanes, !whole && own_box());
+    for (partly = own; partly != 0; partly &= partly - 1) {
       int box = __popc((partly & -partly) - 1), in = __shfl_sync(all_lanes, block, box);
       const u16 *from = (const u16 *)a.values + in * a.v_block + t.kv_head * a.v_head;
       for (int i = lane; i < a.box * 16; i += 32) {
@@ -194,7 +206,10 @@ struct prompt {
         copy_async(slot + (chunk >> 3) * half_bytes + row * 128 + (((chunk & 7) ^ (row & 7)) << 4), there ? from + token * a.v_token + chunk * 8 : from, there ? 16 : 0);
       }
     }
-    barrier_arrive_after_copies(full);
+    if (own != 0) barrier_await_copies(full);
+    __syncwarp();
+    if (threadIdx.x == 0) barrier_expect(full, bytes);
+    arrive_rest(full);
     advance(r, now);
   }
 
@@ -215,7 +230,7 @@ struct prompt {
       if (threadIdx.x == 0) items[now.slot] = t;
       if (t.rows == 0) {
         if (threadIdx.x == 0) barrier_arrive(&r.full[now.slot]);
-        barrier_arrive_after_copies(&r.full[now.slot]);
+        arrive_rest(&r.full[now.slot]);
         return;
       }
       load_keys(t, t.from, block, now);
@@ -513,7 +528,7 @@ KERNEL(384, 1) prompt_128(const __grid_constant__ prompt_args a) {
   unsigned char *start = memory + (-shared_address(memory) & 1023);
   prompt p = {a, {start, full, empty, slots, slot_bytes}, items, start + slots * slot_bytes, 0};
   p.totals = (float4 *)(p.queries + 4 * query_bytes);
-  if (threadIdx.x == 0) ring_init(p.r, 129, 2);  // the producer's threads and the bytes; two warpgroups
+  if (threadIdx.x == 0) ring_init(p.r, 4, 2);  // the producer's warps, and two warpgroups
   __syncthreads();
   if (threadIdx.x < 128) {
     give_registers<24>();

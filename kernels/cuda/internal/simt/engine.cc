@@ -345,6 +345,15 @@ void barrier_arrive_after_copies(unsigned long long *barrier) {
   if (random() % 2 == 0) do_later(laters.size() - 1);
 }
 
+// As above, with one more arrival of this phase to wait for.
+void barrier_await_copies(unsigned long long *barrier) {
+  barrier_state b;
+  memcpy(&b, barrier, sizeof b);
+  b.pending++;
+  memcpy(barrier, &b, sizeof b);
+  barrier_arrive_after_copies(barrier);
+}
+
 void barrier_wait(unsigned long long *barrier, uint32_t parity) {
   for (;;) {
     barrier_state b;

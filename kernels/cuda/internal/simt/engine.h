@@ -49,6 +49,7 @@ const void *at_shared_address(uint32_t at, size_t bytes);
 void barrier_init(unsigned long long *barrier, int arrivals);
 void barrier_arrive(unsigned long long *barrier, int bytes);
 void barrier_arrive_after_copies(unsigned long long *barrier);
+void barrier_await_copies(unsigned long long *barrier);
 void barrier_wait(unsigned long long *barrier, uint32_t parity);
 void copy_bulk(void *shared, const void *global, int bytes, unsigned long long *barrier);
 void copy_tile(void *shared, const void *global, int64_t rows, int64_t elements, int64_t stride, int tile_rows, int element, int row,

@@ -8,6 +8,7 @@ static inline void barrier_init_done() {}
 static inline void barrier_arrive(u64 *barrier) { simt::barrier_arrive(barrier, 0); }
 static inline void barrier_expect(u64 *barrier, int bytes) { simt::barrier_arrive(barrier, bytes); }
 static inline void barrier_arrive_after_copies(u64 *barrier) { simt::barrier_arrive_after_copies(barrier); }
+static inline void barrier_await_copies(u64 *barrier) { simt::barrier_await_copies(barrier); }
 static inline void barrier_wait(u64 *barrier, u32 parity) { simt::barrier_wait(barrier, parity); }
 static inline void copy_bulk(void *shared, const void *global, int bytes, u64 *barrier) { simt::copy_bulk(shared, global, bytes, barrier); }
 
