@@ -154,6 +154,9 @@ const (
 	// The choice is by measurement from minSamples steps of both ways on; the weight of a later step
 	// is 1/maxSamples.
 	minSamples, maxSamples = 2, 8
+	// maxHold is the most time for which a step that was not told to be in place holds peers' memory
+	// by the model: half of the time in which harvest is to give it back.
+	maxHold = 50 * time.Millisecond
 	// movedBy is the relative change of a prediction from which on old times do not count.
 	movedBy = 0.2
 )
@@ -181,6 +184,9 @@ func (c *accessChooser) measured(tokens int, peers float64) access {
 	t := &c.sizes[tokens]
 	var now [accesses]time.Duration
 	now[byCopy], now[inPlace] = c.model.Predict(tokens, c.onDemand, peers)
+	if peers > 0 && now[inPlace] > maxHold {
+		return byCopy
+	}
 	for a := range now {
 		if math.Abs(float64(now[a]-t.predicted[a])) > movedBy*float64(t.predicted[a]) {
 			*t = accessTimes{predicted: now, since: probeInterval - firstProbe}

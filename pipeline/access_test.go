@@ -207,6 +207,24 @@ func TestAccessModel(t *testing.T) {
 	}
 }
 
+// TestAccessHold: steps that would hold peers' memory for longer than harvest has to give it back
+// copy, except where they are told not to; without peer copies nothing is held.
+func TestAccessHold(t *testing.T) {
+	m := accessModel(1, 1)
+	m.ExpertBytes = 352 << 20
+	for _, x := range []struct {
+		set   configs.ExpertAccess
+		peers float64
+		want  access
+	}{{configs.AutoAccess, 0, inPlace}, {configs.AutoAccess, 0.5, byCopy}, {configs.DirectAccess, 0.5, inPlace}} {
+		c := accessChooser{setting: x.set, possible: true, limit: MaxInPlaceTokens, model: m}
+		if got := c.choose(1, true, x.peers); got != x.want {
+			_, hold := m.Predict(1, true, x.peers)
+			t.Errorf("%s, %v of the experts on peers, %v in place: chosen %d, want %d", x.set, x.peers, hold, got, x.want)
+		}
+	}
+}
+
 // TestAccessChooser: whatever the model says, steps take at most 3 % longer than with the better
 // of the two ways alone, over machines whose times differ from the model's by up to 40 %, and where
 // the number of offloaded experts differs by 10 % from step to step. Where the two ways are within
@@ -216,6 +234,7 @@ func TestAccessChooser(t *testing.T) {
 	worst, worstFirst := 0.0, 0.0
 	for range 400 {
 		c := accessChooser{setting: configs.AutoAccess, possible: true, limit: MaxInPlaceTokens, model: accessModel(0.8+0.4*random.Float64(), 0.8+0.4*random.Float64())}
+		c.model.Layers = 1 // so that no step holds peers' memory for long
 		tokens, peers, onDemand := 1+random.IntN(MaxInPlaceTokens), random.Float64(), random.IntN(4) > 0
 		byCopies, inThePlace := c.model.Predict(tokens, onDemand, peers)
 		truth := [accesses]float64{byCopies.Seconds() * (0.7 + 0.7*random.Float64()), inThePlace.Seconds() * (0.7 + 0.7*random.Float64())}
