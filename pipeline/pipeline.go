@@ -415,7 +415,7 @@ func (p *Pipeline) recover(ctx context.Context, cause error) error {
 		case len(lost) > 0, errors.Is(err, device.ErrCopyFailed):
 			retry = true
 			for _, s := range lost {
-				if p.o.Experts != nil && s != device.Host {
+				if p.access.chosen == inPlace { // copies report it themselves
 					p.o.Experts.PeerLost(s, err)
 				}
 			}
