@@ -229,6 +229,11 @@ DEVICE void compute_now(float (&d)[64]) { asm volatile("" : OPERANDS_64 : : "mem
 // A barrier of the warpgroup with that number, from 0 on.
 DEVICE void meet_warpgroup(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
 
+// Of two warpgroups that take turns: one waits for its turn, which the other has passed or passes
+// to it.
+DEVICE void await_turn(int group) { asm volatile("bar.sync %0, 256;" ::"r"(group + 3) : "memory"); }
+DEVICE void pass_turn(int to) { asm volatile("bar.arrive %0, 256;" ::"r"(to + 3) : "memory"); }
+
 // Transposes an 8 x 8 matrix of 16-bit elements; lane l has two neighbors of row l/4.
 DEVICE u32 transpose(u32 v) {
   u32 r;

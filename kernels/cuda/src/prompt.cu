@@ -448,6 +448,7 @@ struct prompt {
     advance(r, s.now);
     softmax(s, score, t.from, masked(t.from), rescale);
     pack_weights(weights, score);
+    bool turns = t.rows * a.group > 64;  // both warpgroups have queries: one's products run while the other computes a softmax
     bool first = true;      // no chunk has been joined
     bool next_chunk = true;  // the weights are of another chunk than part, which has nothing yet
     // Before part gets the product of the weights: it is rescaled, or its chunk has ended.
@@ -462,11 +463,13 @@ struct prompt {
     };
 #pragma unroll 1
     for (int tile = t.from + 1; tile < t.to; tile++) {
+      if (turns) await_turn(group);
       start_scores(score, q, await(s.now));
       int keys = s.now.slot;
       advance(r, s.now);
       prepare_part(tile - 1);  // while the tensor cores work
       start_values(s, weights, await_values(s, t, tile - 1), !next_chunk);
+      if (turns) pass_turn(1 - group);
       wgmma_wait<1>(score);
       release(keys);
       next_chunk = starts_chunk(tile);
@@ -502,6 +505,7 @@ struct prompt {
     state s;
     s.now = {0, 0};
     wait_dependencies();
+    if (group == 1) pass_turn(0);
     for (;;) {
       await(s.now);
       prompt_item t = items[s.now.slot];

@@ -76,6 +76,7 @@ struct warp_group {
 fiber fibers[most_threads];
 warp warps[most_threads / 32];
 warp_group groups[most_threads / 128];
+warp_group named[16];
 std::vector<later> laters;
 // What kernels in front are still to write, and what it is then. A block is in front until
 // its threads can do nothing more without.
@@ -223,6 +224,7 @@ bool run_block() {
   waited = false;
   if (awaited_count > 0) hide(true);
   for (warp_group &g : groups) g.arrived = 0;
+  for (warp_group &b : named) b.arrived = 0;
   memset(shared_end - shared_bytes, 0xff, shared_bytes);
   for (unsigned i = 0; i < threads; i++) prepare(i);
   for (unsigned i = 0; i < threads / 32; i++) warps[i].arrived = 0;
@@ -401,6 +403,18 @@ void meet_group() {
     return;
   }
   for (unsigned m = g.meetings; m == g.meetings;) yield();
+}
+
+void named_arrive(int id, int threads) {
+  warp_group &b = named[id];
+  events++;
+  if (++b.arrived == threads) b.arrived = 0, b.meetings++;
+}
+
+void named_sync(int id, int threads) {
+  unsigned m = named[id].meetings;
+  named_arrive(id, threads);
+  while (m == named[id].meetings) yield();
 }
 
 void multiply_later(void (*run)(float *d, unsigned long long a, unsigned long long b), float *d, unsigned long long a, unsigned long long b) {

@@ -55,6 +55,9 @@ void copy_bulk(void *shared, const void *global, int bytes, unsigned long long *
 void copy_tile(void *shared, const void *global, int64_t rows, int64_t elements, int64_t stride, int tile_rows, int element, int row,
                unsigned long long *barrier);
 void meet_group();
+// Named barriers of a block, of which some threads wait and others only arrive.
+void named_sync(int id, int threads);
+void named_arrive(int id, int threads);
 void multiply_later(void (*run)(float *d, unsigned long long a, unsigned long long b), float *d, unsigned long long a, unsigned long long b);
 // operand is two rows of operand A of a product, 16 elements each, which registers of several
 // threads hold; this thread's are to stay what they were then until the product is done.

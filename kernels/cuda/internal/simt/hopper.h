@@ -133,6 +133,9 @@ static inline void meet_warpgroup(int group) {
   simt::meet_group();
 }
 
+static inline void await_turn(int group) { simt::named_sync(group + 3, 256); }
+static inline void pass_turn(int to) { simt::named_arrive(to + 3, 256); }
+
 static inline u32 transpose(u32 v) {
   simt::message m = {{v}};
   const simt::message *all = simt::meet_warp(m);
