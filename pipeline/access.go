@@ -65,20 +65,20 @@ func (m *AccessModel) Missing(tokens int) float64 {
 // copies, and by reading those selected in place. onDemand: those selected are copied, otherwise
 // all, while the layer before computes. peers is the share of the offloaded experts that have a
 // peer copy. Links to peers and host work at the same time.
-func (m *AccessModel) Predict(tokens int, onDemand bool, peers float64) (copied, inPlace time.Duration) {
+func (m *AccessModel) Predict(tokens int, onDemand bool, peers float64) (copied, read time.Duration) {
 	missing := m.Missing(tokens)
-	byCopy := 0.0
+	var copying float64
 	if onDemand {
-		byCopy = m.RoundTrip.Seconds() + missing/m.MemoryRate + m.copies((1+mispredicted)*missing, peers)
+		copying = m.RoundTrip.Seconds() + missing/m.MemoryRate + m.copies((1+mispredicted)*missing, peers)
 	} else {
-		byCopy = m.copies(m.Offloaded*float64(m.Experts)*float64(m.ExpertBytes), peers)
+		copying = m.copies(m.Offloaded*float64(m.Experts)*float64(m.ExpertBytes), peers)
 	}
 	if m.Peer.ReadRate == 0 { // the host's copies are read
 		peers = 0
 	}
-	byRead := max(seconds(missing*peers, m.Peer.ReadRate, m.Peer.ReadStart), seconds(missing*(1-peers), m.Host.ReadRate, m.Host.ReadStart))
+	reading := max(seconds(missing*peers, m.Peer.ReadRate, m.Peer.ReadStart), seconds(missing*(1-peers), m.Host.ReadRate, m.Host.ReadStart))
 	layers := float64(m.Layers) * float64(time.Second)
-	return time.Duration(byCopy * layers), time.Duration(byRead * layers)
+	return time.Duration(copying * layers), time.Duration(reading * layers)
 }
 
 // copies is the time of so many bytes of a layer's experts by the copy engines.
