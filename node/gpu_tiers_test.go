@@ -43,6 +43,7 @@ func TestGPUTiers(t *testing.T) {
 					for trouble, make := range map[string]func(context.Context, *node.Node) error{"none": nil, "asked": ask, "taken": take} {
 						n := openOnGPU(t, node.Options{CacheLayers: 1, Settings: gpuSettings(func(s *configs.Settings) {
 							s.Model.Name, s.Offload.Fraction, s.Offload.Tier, s.Device.Peers, s.Harvest.MigrationLimit = dir, f, tier, *peer, "0"
+							s.Batch.ExpertAccess = configs.CopyAccess // TestGPUInPlace reads in place
 						})})
 						ctx, stop := context.WithCancel(t.Context())
 						var loop sync.WaitGroup

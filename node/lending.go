@@ -45,10 +45,15 @@ func (n *Node) openLender(u *setup, pool *kvcache.Pool) error {
 	if !u.shares() || n.kv.Extents() == 0 {
 		return nil
 	}
-	var copies copyTime
+	// For experts that kernels read in place compute waits as long as the link takes.
+	var copies, reads linkTime
 	var err error
 	n.memory, err = lending.New(lending.Options{
-		Manager: n.kv, Pool: pool, Store: n.store, Worth: n.balance.Worth, Waited: n.waited, Copied: func() float64 { return copies.copied(n) },
+		Manager: n.kv, Pool: pool, Store: n.store, Worth: n.balance.Worth, Waited: func() float64 { return n.waited() + reads.add(n, n.store.Stats().ReadInPlace) },
+		Copied: func() float64 {
+			s := n.store.Stats()
+			return copies.add(n, s.Fetched) + reads.add(n, s.ReadInPlace)
+		},
 		ReloadSeconds: n.reload, Clock: n.machine, Log: n.log,
 	})
 	if err != nil {
@@ -78,24 +83,24 @@ func (n *Node) rates() (host, peer float64) {
 	return host, peer
 }
 
-// copyTime adds up how long the copies of experts to the GPU have taken, each at the rate of its time.
-type copyTime struct {
-	fetched experts.FetchedBytes
+// linkTime adds up how long bytes of experts have taken on the links to the GPU, each at the rate of
+// its time.
+type linkTime struct {
+	bytes   experts.FetchedBytes
 	seconds float64
 }
 
-// copied adds what was fetched since the last call, and returns the sum in seconds.
-func (c *copyTime) copied(n *Node) float64 {
-	now := n.store.Stats().Fetched
+// add adds what is new in these counts since the last call, and returns the sum in seconds.
+func (l *linkTime) add(n *Node, now experts.FetchedBytes) float64 {
 	host, peer := n.rates()
 	if host > 0 {
-		c.seconds += float64(now[experts.Host]-c.fetched[experts.Host]) / host
+		l.seconds += float64(now[experts.Host]-l.bytes[experts.Host]) / host
 	}
 	if peer > 0 {
-		c.seconds += float64(now[experts.Peer]-c.fetched[experts.Peer]) / peer
+		l.seconds += float64(now[experts.Peer]-l.bytes[experts.Peer]) / peer
 	}
-	c.fetched = now
-	return c.seconds
+	l.bytes = now
+	return l.seconds
 }
 
 // reload is what the load of a KV block from the fastest tier that has blocks takes of the link, in

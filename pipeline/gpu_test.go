@@ -99,6 +99,7 @@ func newGPURig(t *testing.T, invariant bool, fraction float64, microBatch int, c
 	r := &gpuRig{T: t, m: &breaking{}}
 	s := configs.Defaults()
 	s.Model.Name, s.Offload.Fraction = fixtures.Dir(t, "mixtral"), fraction
+	s.Batch.ExpertAccess = configs.CopyAccess // these tests are about copies
 	s.Batch.MicroBatchSize, s.Batch.MaxNumBatchedTokens, s.KV.NumGPUBlocksOverride = microBatch, 192, 64
 	for _, c := range change {
 		c(&s)
