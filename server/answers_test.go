@@ -417,7 +417,7 @@ func TestTemplateInput(t *testing.T) {
 	want := []chat.Message{
 		{Role: "developer", Content: "x"},
 		{Role: "assistant", Extra: json.RawMessage(`{"reasoning_content":"hm","tool_calls":[{"id":"1","type":"function","function":{"name":"f","arguments":{"b": 1, "a": 2}}}]}`)},
-		{Role: "tool", Content: "a\nb", Parts: json.RawMessage(`[{"type": "text", "text": "a"},{"type": "text", "text": "b"}]`), Extra: json.RawMessage(`{"tool_call_id":"1"}`)},
+		{Role: "tool", Content: "a\nb", Parts: json.RawMessage(`[{"type": "text", "text": "a"},{"type": "text", "text": "b"}]`), Extra: json.RawMessage(`{"tool_call_id":"1","name":"f"}`)},
 	}
 	if got := fmt.Sprintf("%s", tmpl.messages); got != fmt.Sprintf("%s", want) {
 		t.Errorf("%s, want %s", got, want)

@@ -1,6 +1,7 @@
 package server
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -100,10 +101,11 @@ func parseConversation(o *object) *conversation {
 	} else if len(messages) == 0 {
 		o.fail("messages", "invalid_value", "Invalid value for 'messages': it is empty, and there must be at least one message.")
 	}
+	calls := map[string]string{} // names of functions by the ids of calls
 	for i, raw := range messages {
 		m := &object{path: fmt.Sprintf("messages[%d]", i)}
 		m.parse(raw, "'"+m.path+"'")
-		c.messages = append(c.messages, parseMessage(m))
+		c.messages = append(c.messages, parseMessage(m, calls))
 		if o.close(m); o.err != nil {
 			break
 		}
@@ -144,8 +146,8 @@ func parseTemplateVariables(o *object, c *conversation) {
 	})
 }
 
-// parseMessage parses one message.
-func parseMessage(o *object) chat.Message {
+// parseMessage parses one message. calls are those of the messages before it, and get its own.
+func parseMessage(o *object, calls map[string]string) chat.Message {
 	var m chat.Message
 	if !o.text("role", &m.Role) {
 		o.fail("role", "missing_required_parameter", "Missing required parameter: '%s'.", o.name("role"))
@@ -168,11 +170,15 @@ func parseMessage(o *object) chat.Message {
 	if extra.Get("reasoning_content") == nil && thinking != nil {
 		extra.Set("reasoning_content", thinking)
 	}
-	calls := parseToolCalls(o)
-	if calls != nil {
-		extra.Set("tool_calls", calls)
+	// A result has the id of its call, and some templates want the name of the function.
+	if name, ok := calls[textOf(extra.Get("tool_call_id"))]; ok && m.Role == "tool" && extra.Get("name") == nil {
+		extra.Set("name", jsonString(name))
 	}
-	if !content && calls == nil {
+	own := parseToolCalls(o, calls)
+	if own != nil {
+		extra.Set("tool_calls", own)
+	}
+	if !content && own == nil {
 		o.fail("content", "missing_required_parameter", "Missing required parameter: '%s'.", o.name("content"))
 	}
 	o.settle(inMessage) // a message of this API, or of its clients, can be sent back
@@ -234,6 +240,14 @@ func parseContent(o *object, m *chat.Message) (there bool, thinking json.RawMess
 	return true, thinking
 }
 
+// textOf is the text of a JSON string; empty of other values.
+func textOf(raw json.RawMessage) string {
+	if kindOf(raw) != "a string" {
+		return ""
+	}
+	return unquote(bytes.TrimSpace(raw))
+}
+
 // jsonString is a text as JSON.
 func jsonString(text string) json.RawMessage {
 	data, err := json.Marshal(text)
@@ -256,8 +270,9 @@ func jsonArray(values []json.RawMessage) json.RawMessage {
 }
 
 // parseToolCalls parses the tool calls of an assistant's message. Their arguments become JSON
-// values, which is what templates expect; nil without calls.
-func parseToolCalls(o *object) json.RawMessage {
+// values, which is what templates expect; nil without calls. The names of their functions are added to
+// names, by the ids of the calls.
+func parseToolCalls(o *object, names map[string]string) json.RawMessage {
 	raw, ok := o.pop("tool_calls")
 	if !ok {
 		return nil
@@ -292,6 +307,9 @@ func parseToolCalls(o *object) json.RawMessage {
 		if text != "" && json.Unmarshal([]byte(text), &arguments) == nil && arguments != nil {
 			function.Set("arguments", json.RawMessage(text))
 		}
+		if id, name := textOf(c.Get("id")), textOf(function.Get("name")); id != "" && name != "" {
+			names[id] = name
+		}
 		c.Set("function", function.JSON())
 		list[i] = c.JSON()
 	}
@@ -311,8 +329,8 @@ func (m *Model) render(ctx context.Context, c *conversation, limit int) ([]int32
 	if err == nil && c.options.Tools != nil {
 		without := c.options
 		without.Tools = nil
-		var plain chat.Prompt
-		if plain, err = m.Template.Render(ctx, c.messages, without); err == nil && plain.Text == prompt.Text {
+		// A template that fails without tools has a place for them.
+		if plain, failed := m.Template.Render(ctx, c.messages, without); failed == nil && plain.Text == prompt.Text {
 			return nil, badRequest("tools", "unsupported_parameter", "'tools' is not supported: the model's chat template has no place for them.")
 		}
 	}

@@ -448,6 +448,22 @@ func TestToolResults(t *testing.T) {
 	}
 }
 
+// Templates may want the name of the function with a result, and tools in any case.
+func TestDemandingTemplates(t *testing.T) {
+	s := scriptedChat(t, `{% for t in tools %}{{ t.function.name }};{% endfor %}{% for m in messages %}{{ m.role }}:{{ m.content }}`+
+		`{% if m.role == 'tool' %}{% if m.name is not defined %}{{ raise_exception('no name') }}{% endif %} of {{ m.name }}{% endif %}|{% endfor %}`, nil, nil)
+	s.write("ok")
+	s.post(chatPath, `{"messages": [{"role": "assistant", "content": null, "tool_calls": [{"id": "a", "function": {"name": "weather", "arguments": "{}"}}, {"id": "b", "function": {"name": "time", "arguments": "{}"}}]},
+		{"role": "tool", "tool_call_id": "b", "content": "12"}, {"role": "tool", "tool_call_id": "a", "content": "21"}, {"role": "tool", "tool_call_id": "a", "name": "x", "content": "22"}]`+oneTool+`}`)
+	if got, want := s.prompt(), "weather;assistant:|tool:12 of time|tool:21 of weather|tool:22 of x|"; got != want {
+		t.Errorf("%s, want %s", got, want)
+	}
+	message, _, _, _ := failed(t, s.send(http.MethodPost, chatPath, `{"messages": [{"role": "tool", "tool_call_id": "c", "content": "12"}]`+oneTool+`}`))
+	if !strings.Contains(message, "no name") {
+		t.Error(message)
+	}
+}
+
 // What the server does not know how to read is text.
 func TestWithoutParsers(t *testing.T) {
 	text := "<think>\nHm.\n</think>\n\n" + qwenCall

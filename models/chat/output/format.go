@@ -50,14 +50,15 @@ var (
 		markers: []marker{{callsToken, mistralBlock}},
 		begin:   callsToken + ` [{"name": "`, behindName: `", "arguments":`, quoted: true,
 	}
-	// Phi4Mini is that of Phi-4-mini: a JSON list behind a word, or between tokens.
+	// Phi4Mini is that of Phi-4-mini: a JSON list behind a word, or an object or a list between tokens.
 	Phi4Mini = &Format{
-		Name: "phi4_mini_json", Tokens: []string{phiOpen, phiClose},
-		markers: []marker{
-			{"functools[", jsonBlock("", true, false)},
-			{phiOpen, jsonBlock(phiClose, false, false)},
-		},
+		Name: "phi4_mini_json", Tokens: []string{phiOpen, phiClose}, markers: phiMarkers,
 		begin: `functools[{"name": "`, behindName: `", "arguments":`, quoted: true,
+	}
+	// Phi4MiniTokens is the same, for templates that know the tokens: a call begins with one.
+	Phi4MiniTokens = &Format{
+		Name: Phi4Mini.Name, Tokens: Phi4Mini.Tokens, markers: phiMarkers,
+		begin: phiOpen + `{"name": "`, behindName: `", "arguments":`, quoted: true,
 	}
 	// JSON is that of models without markers, such as Llama 3: the output is a JSON object, a list of them, or some with
 	// semicolons between them.
@@ -78,6 +79,11 @@ var (
 		begin:   pythonOpen, behindName: "(",
 	}
 )
+
+var phiMarkers = []marker{
+	{"functools[", jsonBlock("", true, false)},
+	{phiOpen, jsonBlock(phiClose, false, false)},
+}
 
 const (
 	callsToken     = "[TOOL_CALLS]"
@@ -132,8 +138,10 @@ func Detect(mentions func(text string) bool) *Format {
 		return Hermes
 	case mentions(pythonOpen):
 		return Olmo
-	case mentions("functools"), mentions("<|tool|>"), mentions(phiOpen):
+	case mentions("functools"):
 		return Phi4Mini
+	case mentions(phiOpen), mentions("<|tool|>"):
+		return Phi4MiniTokens
 	}
 	return JSON
 }

@@ -236,6 +236,7 @@ func TestBegin(t *testing.T) {
 		{output.Hermes, `add", "arguments": {"a": 1}}` + "\n</tool_call>", ` {"a": 1}}` + "\n</tool_call>", `«0 add»{{"a": 1}}`},
 		{output.Mistral, `add", "arguments": {"a": 1}}]`, `{"a": 1}}]`, `«0 add»{{"a": 1}}`},
 		{output.Phi4Mini, `add", "arguments": {"a": 1}}]`, ` {"a": 1}}]`, `«0 add»{{"a": 1}}`},
+		{output.Phi4MiniTokens, `add", "arguments": {"a": 1}}<|/tool_call|>`, ` {"a": 1}}`, `«0 add»{{"a": 1}}`},
 		{output.JSON, `add", "parameters": {"a": 1}}`, ` {"a": 1}}`, `«0 add»{{"a": 1}}`},
 		{output.QwenXML, "add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>", "<parameter=a>\n1\n</parameter>\n</function>", `«0 add»{{"a": 1}}`},
 		{output.Olmo, "add(a=1)\n</function_calls>", "a=1)\n</function_calls>", `«0 add»{{"a": 1}}`},
@@ -273,7 +274,7 @@ func TestNames(t *testing.T) {
 	}
 	for template, want := range map[string]*output.Format{
 		"… [TOOL_CALLS] …": output.Mistral, "<tool_call> <function=": output.QwenXML, "<tool_call>": output.Hermes,
-		"<function_calls>": output.Olmo, "functools[": output.Phi4Mini, "<|tool_call|>": output.Phi4Mini, "<|tool|>": output.Phi4Mini, "": output.JSON,
+		"<function_calls>": output.Olmo, "functools[": output.Phi4Mini, "<|tool_call|>": output.Phi4MiniTokens, "<|tool|>": output.Phi4MiniTokens, "": output.JSON,
 	} {
 		if got := output.Detect(func(s string) bool { return strings.Contains("{% if tools %}"+template, s) }); got != want {
 			t.Errorf("%s: %v, want %v", template, got, want)
