@@ -44,7 +44,7 @@ func TestTrace(t *testing.T) {
 		if err := n.Close(); err != nil {
 			t.Fatal(err)
 		}
-		if len(stalls) != 6 || stalls["expert-copy"] == 0 || stalls["cpu-attention"] == 0 {
+		if len(stalls) != 7 || stalls["expert-copy"] == 0 || stalls["cpu-attention"] == 0 {
 			t.Errorf("stalls %v", stalls)
 		}
 		data, err := os.ReadFile(path)

@@ -62,6 +62,7 @@ func TestTrace(t *testing.T) {
 		{"layerwise", Options{SmallBatchTokens: -1}, 0},
 		{"layerwise", Options{SmallBatchTokens: -1, MicroBatches: 2}, 1},
 		{"on-demand", Options{SmallBatchTokens: 64}, 1},
+		{"on-demand", Options{SmallBatchTokens: 64, CPUExperts: host, CPUShare: cpuShare(0.5)}, 0},
 		{"CGOPipe", Options{SmallBatchTokens: -1, Grouping: configs.PerMicroBatch, MicroBatches: 2}, 0},
 		{"overlapped CPU attention", Options{SmallBatchTokens: -1, HostAttention: host}, 1},
 	} {
