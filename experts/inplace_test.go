@@ -249,6 +249,22 @@ func TestInPlaceUses(t *testing.T) {
 	}
 }
 
+// TestInPlaceUsesDropped: a failed step in place counts no uses, also where the step after it is not
+// in place.
+func TestInPlaceUsesDropped(t *testing.T) {
+	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 200)
+	s := r.open(Config{Placement: r.placed(0.5), InPlace: true})
+	r.fill(s, 11)
+	r.inPlace(s, func() {})
+	r.drop()
+	r.steps(s, 1, false)
+	want := s.Stats()
+	r.routed(s, 1)
+	if got := s.Stats(); got.Uses != want.Uses || got.ReadInPlace != (FetchedBytes{}) {
+		t.Errorf("uses of a step that copied are %v and %v bytes read in place, want %v and none", got.Uses, got.ReadInPlace, want.Uses)
+	}
+}
+
 // TestInPlaceRefused: without tables or mapped host memory the store says so; peers that kernels
 // cannot read are left out.
 func TestInPlaceRefused(t *testing.T) {

@@ -207,6 +207,22 @@ func TestAccessModel(t *testing.T) {
 	}
 }
 
+// TestAccessFailedSteps: the uses of a step that failed do not count for the step that is run again.
+func TestAccessFailedSteps(t *testing.T) {
+	r := newRig(t, "mixtral", 1, emulated.Options{Virtual: true}, Options{ExpertAccess: configs.CopyAccess})
+	table := r.kv.NewTable()
+	reserve(t, table, 8)
+	defer table.Release(false)
+	r.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Match: own, Skip: 9, Times: 1})
+	step := &Step{Sequences: []Sequence{{Tokens: []int32{1}, Table: table, LogitRows: 1}}}
+	if _, err := r.p.Step(t.Context(), step); !errors.Is(err, ErrStepFailed) {
+		t.Fatalf("with a failed copy: %v", err)
+	}
+	if used := r.store.OffloadedUses(); used == 0 || r.p.offloadedUses != used {
+		t.Errorf("%d uses before the step that is run again, counted are %d", used, r.p.offloadedUses)
+	}
+}
+
 // TestAccessHold: steps that would hold peers' memory for longer than harvest has to give it back
 // copy, except where they are told not to; without peer copies nothing is held.
 func TestAccessHold(t *testing.T) {

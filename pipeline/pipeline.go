@@ -404,6 +404,9 @@ func (p *Pipeline) recover(ctx context.Context, cause error) error {
 	for _, s := range p.sources {
 		errs = append(errs, s.Reset(ctx))
 	}
+	if p.plans.anyOffloaded() {
+		p.offloadedUses = p.o.Experts.OffloadedUses() // the next step's do not include this one's
+	}
 	if errors.Is(cause, context.Canceled) || errors.Is(cause, context.DeadlineExceeded) {
 		return cause
 	}
