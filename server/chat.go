@@ -178,7 +178,7 @@ func parseMessage(o *object, calls map[string]string) chat.Message {
 	if own != nil {
 		extra.Set("tool_calls", own)
 	}
-	if !content && own == nil {
+	if !content && own == nil && extra.Get("reasoning_content") == nil {
 		o.fail("content", "missing_required_parameter", "Missing required parameter: '%s'.", o.name("content"))
 	}
 	o.settle(inMessage) // a message of this API, or of its clients, can be sent back
@@ -298,13 +298,18 @@ func parseToolCalls(o *object, names map[string]string) json.RawMessage {
 		}
 		var text string
 		var arguments map[string]json.RawMessage
-		if json.Unmarshal(function.Get("arguments"), &text) == nil {
+		written := function.Get("arguments")
+		isText := written == nil || json.Unmarshal(written, &text) == nil // or null
+		if isText {
 			if _, values := extent([]byte(text)); values > maxToolValues {
 				o.tooMany("tool_calls", maxToolValues, "JSON values")
 				return nil
 			}
 		}
-		if text != "" && json.Unmarshal([]byte(text), &arguments) == nil && arguments != nil {
+		switch {
+		case isText && strings.TrimSpace(text) == "":
+			function.Set("arguments", json.RawMessage("{}")) // of a function without parameters, as with vLLM
+		case json.Unmarshal([]byte(text), &arguments) == nil && arguments != nil:
 			function.Set("arguments", json.RawMessage(text))
 		}
 		if id, name := textOf(c.Get("id")), textOf(function.Get("name")); id != "" && name != "" {

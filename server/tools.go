@@ -84,15 +84,41 @@ func parseTool(raw json.RawMessage) (name string, t output.Tool) {
 		return tool.Function.Name, t // a schema that only the template understands
 	}
 	for name, raw := range schema.Properties {
-		var p struct{ Type any }
-		if json.Unmarshal(raw, &p) == nil && p.Type == "string" {
-			if t.Strings == nil {
-				t.Strings = map[string]bool{}
-			}
-			t.Strings[name] = true
+		types := typesOf(raw)
+		if !slices.Contains(types, any("string")) || slices.ContainsFunc(types, func(t any) bool { return t != "string" && t != "null" }) {
+			continue
 		}
+		if t.Strings == nil {
+			t.Strings = map[string]bool{}
+		}
+		t.Strings[name] = slices.Contains(types, any("null"))
 	}
 	return tool.Function.Name, t
+}
+
+// typesOf are the types that the schema of a parameter has, itself or in anyOf, as clients write optional ones; nil
+// stands for one that is not named.
+func typesOf(raw json.RawMessage) (types []any) {
+	type schema struct{ Type any }
+	var p struct {
+		schema
+		AnyOf []schema
+	}
+	if json.Unmarshal(raw, &p) != nil {
+		return nil
+	}
+	all := p.AnyOf
+	if p.Type != nil {
+		all = append(all, p.schema)
+	}
+	for _, s := range all {
+		if list, ok := s.Type.([]any); ok {
+			types = append(types, list...)
+		} else {
+			types = append(types, s.Type)
+		}
+	}
+	return types
 }
 
 // parseToolChoice parses tool_choice: a word, or the name of a function.

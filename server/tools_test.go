@@ -464,6 +464,47 @@ func TestDemandingTemplates(t *testing.T) {
 	}
 }
 
+// Messages of this API, and those of other servers, can be sent back.
+func TestSentBack(t *testing.T) {
+	s := scriptedChat(t, qwenTemplate(t), nil, nil)
+	s.write("<think>Hm")
+	answer := decode[struct {
+		Choices []struct{ Message json.RawMessage }
+	}](t, s.post(chatPath, chatBody("a", ""))).Choices[0].Message
+	if !strings.Contains(string(answer), `"content":null`) {
+		t.Errorf("the answer is %s", answer)
+	}
+	s.post(chatPath, `{"messages": [{"role": "user", "content": "a"}, `+string(answer)+`]}`)
+	if got := s.prompt(); !strings.HasSuffix(got, "<think>\nHm\n</think>\n\n<|im_end|>\n<|im_start|>assistant\n") {
+		t.Errorf("the prompt is %q", got)
+	}
+	// Calls of functions without parameters may have no arguments.
+	s = scriptedChat(t, `{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}:{% for k, v in c.function.arguments | items %}{{ k }}={{ v }};{% endfor %}{% endfor %}{% endfor %}`, nil, nil)
+	s.write("ok")
+	for arguments, want := range map[string]string{"": "f:", `, "arguments": ""`: "f:", `, "arguments": null`: "f:", `, "arguments": "{\"a\": 1}"`: "f:a=1;", `, "arguments": {"a": 1}`: "f:a=1;"} {
+		s.post(chatPath, `{"messages": [{"role": "assistant", "content": null, "tool_calls": [{"id": "x", "type": "function", "function": {"name": "f"`+arguments+`}}]}]}`)
+		if got := s.prompt(); got != want {
+			t.Errorf("%s: %q, want %q", arguments, got, want)
+		}
+	}
+}
+
+// Values of Qwen3-Coder are strings where the schema says so, which clients also write as anyOf.
+func TestStringsOfSchemas(t *testing.T) {
+	s := scriptedChat(t, qwenTemplate(t), nil, func(m *server.Model) { m.Calls = output.QwenXML })
+	for schema, want := range map[string]string{
+		`{}`: "1", `{"type": "integer"}`: "1", `{"type": "string"}`: `"1"`, `{"type": ["string", "null"]}`: `"1"`,
+		`{"anyOf": [{"type": "string"}, {"type": "null"}]}`: `"1"`, `{"anyOf": [{"type": "string"}, {"type": "integer"}]}`: "1",
+		`{"anyOf": [{"type": "string"}, {"$ref": "#"}]}`: "1", `{"type": [[], {}]}`: "1", `1`: "1",
+	} {
+		s.write("<function=f><parameter=a>1</parameter></function>")
+		got := s.ask(`, "max_tokens": 2000, "tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": ` + schema + `}}}}]`).String()
+		if want = `null f({"a": ` + want + `}) tool_calls`; got != want {
+			t.Errorf("%s: %s, want %s", schema, got, want)
+		}
+	}
+}
+
 // What the server does not know how to read is text.
 func TestWithoutParsers(t *testing.T) {
 	text := "<think>\nHm.\n</think>\n\n" + qwenCall

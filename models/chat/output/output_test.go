@@ -11,7 +11,7 @@ import (
 )
 
 var tools = map[string]output.Tool{
-	"weather": {Strings: map[string]bool{"city": true}}, "add": {}, "write file": {}, "time": {},
+	"weather": {Strings: map[string]bool{"city": false, "zip": true}}, "add": {}, "write file": {}, "time": {},
 }
 
 // show writes deltas as text: content as it is, and the rest in brackets. Those of one kind are joined.
@@ -146,6 +146,8 @@ func TestCalls(t *testing.T) {
 			`«0 add»{{"a": [1, {"b": null}], "b": true, "c": " x y"}}«1 time»{{}}`,
 		},
 		{output.QwenXML, "Hm.\n<function=add>\n</function>\n</tool_call>\n<function=time></function> ok", "Hm.«0 add»{{}}«1 time»{{}} ok"},
+		{output.QwenXML, "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</tool_call>\n<tool_call><function=time></tool_call> ok", `«0 add»{{"a": 1}}«1 time»{{}} ok`},
+		{output.QwenXML, "<function=weather><parameter=zip>\n90210\n</parameter></function><function=weather><parameter=zip>None</parameter></function>", `«0 weather»{{"zip": "90210"}}«1 weather»{{"zip": null}}`},
 		{output.QwenXML, "<functions> <function=other>", "<functions> <function=other>"},
 		{output.QwenXML, "<tool_call>\n<function=other>\n</function>\n</tool_call>", "<tool_call>\n<function=other>\n</function>\n</tool_call>"},
 		{output.QwenXML, "<tool_call>\n<function=add>\n<param", "<tool_call>\n<function=add>\n<param"},
@@ -299,7 +301,13 @@ func FuzzOutput(f *testing.F) {
 		names := output.Names()
 		o := output.Options{Format: output.Find(names[int(kind)%len(names)]), Tools: tools}
 		if kind&0x80 != 0 {
-			o.Reasoning, o.Thinking = output.Qwen3, output.Thinking(kind>>5&1)
+			o.Reasoning, o.Thinking = output.Qwen3, output.Thinking((kind>>5&3)%3)
+		}
+		if kind&0x10 != 0 {
+			o.Begun, _, _ = o.Format.Begin("")
+			if kind&0x20 != 0 {
+				o.Begun, _, _ = o.Format.Begin("add")
+			}
 		}
 		whole := parse(o, text)
 		at := int(cut) % (len(text) + 1)
@@ -326,8 +334,18 @@ func FuzzOutput(f *testing.F) {
 			default:
 			}
 		}
-		if o.Reasoning == nil && calls == 0 && output.Join(whole, output.Content) != text {
-			t.Errorf("%q became %q", text, output.Join(whole, output.Content))
+		content := output.Join(whole, output.Content)
+		if o.Reasoning == nil && calls == 0 && content != o.Begun+text {
+			t.Errorf("%q behind %q became %q", text, o.Begun, content)
+		}
+		// With calls, content is left out, and nothing is put in or moved.
+		rest := o.Begun + text
+		for _, b := range []byte(content) {
+			i := strings.IndexByte(rest, b)
+			if i < 0 {
+				t.Fatalf("%q behind %q has content %q", text, o.Begun, content)
+			}
+			rest = rest[i+1:]
 		}
 	})
 }

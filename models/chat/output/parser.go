@@ -31,8 +31,8 @@ type Delta struct {
 
 // Tool is a function that a request lets the model call.
 type Tool struct {
-	// Strings are the parameters whose values are strings by the tool's schema. Formats that do not quote values
-	// need them.
+	// Strings are the parameters whose values are strings by the tool's schema; true: or null. Formats that do not
+	// quote values need them.
 	Strings map[string]bool
 }
 

@@ -28,6 +28,7 @@ type xmlCalls struct {
 	// value of the present parameter, and the newline that may be its last byte.
 	value      matcher
 	isString   bool
+	orNull     bool // a string or null, which is known at its end
 	text       []byte
 	newline    bool
 	first      bool
@@ -66,7 +67,7 @@ func (x *xmlCalls) feed(b byte) verdict {
 	case atFunction:
 		return x.opening(b, functionTag)
 	case atParameter:
-		return x.opening(b, parameterTag, closeFunctionTag)
+		return x.opening(b, parameterTag, closeFunctionTag, closeCall) // models may leave out the function's
 	case inFunctionName, inParameterName:
 		switch {
 		case b == '>':
@@ -112,6 +113,9 @@ func (x *xmlCalls) opening(b byte, tags ...string) verdict {
 		x.begin()
 		x.c.out.write(Arguments, '}')
 		x.state = behindFunction
+		if t == closeCall {
+			return done
+		}
 		return sure
 	}
 	return x.refuse()
@@ -140,7 +144,9 @@ func (x *xmlCalls) named(name string) verdict {
 	}
 	x.parameters++
 	x.c.out.writeString(Arguments, `"`+inString(name)+`": `)
-	x.isString, x.first, x.newline, x.text = x.tool.Strings[name], true, false, x.text[:0]
+	x.first, x.newline, x.text = true, false, x.text[:0]
+	orNull, isString := x.tool.Strings[name]
+	x.isString, x.orNull = isString && !orNull, orNull
 	if x.isString {
 		x.c.out.write(Arguments, '"')
 	}
@@ -202,7 +208,7 @@ func (x *xmlCalls) endValue() {
 	if v, ok := constants[string(value)]; ok {
 		value = []byte(v)
 	}
-	if !json.Valid(value) {
+	if !json.Valid(value) || x.orNull && string(value) != "null" {
 		value = []byte(`"` + inString(string(x.text)) + `"`)
 	}
 	x.c.out.write(Arguments, value...)
