@@ -225,7 +225,7 @@ func (s *steps) chooseCPU(position int, marked []bool, predicted bool) {
 		if predicted {
 			link.head = w.head
 		} else if link.bytesPerSecond > 0 {
-			link.head = -time.Duration(float64(s.fetch.hostBytesLeft()-begun) / link.bytesPerSecond * float64(time.Second))
+			link.head = -time.Duration(float64(max(0, s.fetch.hostBytesLeft()-begun)) / link.bytesPerSecond * float64(time.Second))
 		}
 		var seconds float64
 		n, seconds = w.share.Rate().divide(&s.plan.Layout, link, w.list)
