@@ -661,6 +661,9 @@ func (e *Engine) takeIn() {
 				text := e.o.Tokenizer.NewStream(!s.req.Params.SpecialTokens)
 				text.Keep(s.req.Params.KeepIDs)
 				q.text = newDetokenizer(text, s.req.Params.Stop, s.req.Params.IncludeStop)
+				if s.req.Params.Ends != nil {
+					q.text.ends = s.req.Params.Ends()
+				}
 			}
 			q.adjust = s.adjust.sample()
 			e.seqs[e.next] = q
@@ -871,7 +874,7 @@ func (e *Engine) addToken(id scheduler.ID, q *sequence, t Token, now time.Time) 
 	} else if len(q.tokens) >= q.sub.limit {
 		d.finish = FinishLength
 	}
-	if d.needsText && len(q.sub.req.Params.Stop) > 0 && d.write() {
+	if d.needsText && (len(q.sub.req.Params.Stop) > 0 || q.text.ends != nil) && d.write() {
 		d.finish = FinishStop
 	}
 	if d.finish != "" {

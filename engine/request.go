@@ -82,6 +82,9 @@ type Params struct {
 	// IncludeStop, after it.
 	Stop        []string
 	IncludeStop bool
+	// Ends makes, for each sample, a function that is given its text as it comes, by the engine's goroutine,
+	// and ends it by returning true. nil: the text has no other end than a stop string.
+	Ends func() func(text string) bool
 	// StopIDs end a sample, in addition to the model's, which IgnoreEOS turns off.
 	StopIDs   []int32
 	IgnoreEOS bool

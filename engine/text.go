@@ -17,6 +17,8 @@ type detokenizer struct {
 	stop    []string
 	include bool
 	held    string // decoded, not returned yet
+	// ends says that text was the last; nil: stop strings alone do.
+	ends func(text string) bool
 }
 
 func newDetokenizer(s stream, stop []string, include bool) *detokenizer {
@@ -61,6 +63,10 @@ func (w *detokenizer) add(s string, end bool) (text string, found bool) {
 		}
 	}
 	text, w.held = w.held[:len(w.held)-keep], w.held[len(w.held)-keep:]
+	if w.ends != nil && text != "" && w.ends(text) {
+		w.held = ""
+		return text, true
+	}
 	return text, false
 }
 

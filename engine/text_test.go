@@ -104,3 +104,24 @@ func TestStopStringsWhereverCut(t *testing.T) {
 		}
 	})
 }
+
+// A text ends where the function that is given it says so; what a stop string holds back is not in it.
+func TestTextEnds(t *testing.T) {
+	list := []string{"a", "b<", "/", "c", "d"}
+	w := newDetokenizer(&pieces{list: list}, []string{"</s>"}, false)
+	seen := ""
+	w.ends = func(text string) bool {
+		seen += text
+		return strings.Contains(seen, "c")
+	}
+	var got string
+	n, found := 0, false
+	for ; n < len(list) && !found; n++ {
+		var text string
+		text, found = w.push(int32(n))
+		got += text
+	}
+	if rest, _ := w.flush(); !found || n != 4 || got+rest != "ab</c" || seen != got {
+		t.Errorf("%d tokens, %q, %v", n, got+rest, found)
+	}
+}

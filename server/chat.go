@@ -389,5 +389,8 @@ func (s *Server) chat(w *response, r *http.Request) error {
 	a := &chatResponse{req: req, model: m, text: m.texts(), head: completionHead{
 		ID: "chatcmpl-" + w.id, Object: "chat.completion", Created: time.Now().Unix(), Model: m.called(req.model),
 	}, streamed: make([]*output.Parser, req.params.N)}
+	if req.firstCall && m.callFormat(req.conversation) != nil {
+		req.params.Ends = a.endsWithCall
+	}
 	return s.generate(w, r, m, &req.common, []engine.Request{{ID: w.id, Prompt: req.prompt, Encoded: true, CacheSalt: req.cacheSalt, Priority: req.priority, Params: req.params}}, a)
 }

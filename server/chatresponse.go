@@ -106,6 +106,15 @@ func (a *chatResponse) parser() *output.Parser {
 	})
 }
 
+// endsWithCall ends a choice with its first call.
+func (a *chatResponse) endsWithCall() func(text string) bool {
+	p := a.parser()
+	return func(text string) bool {
+		p.Push(text)
+		return p.Complete() > 0
+	}
+}
+
 // message collects deltas. calls are in the order of their index.
 func (a *chatResponse) message(deltas []output.Delta) (content string, reasoning reasoningText, calls []chatCall) {
 	content = output.Join(deltas, output.Content)

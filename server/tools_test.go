@@ -337,6 +337,14 @@ func TestToolCalls(t *testing.T) {
 			}
 		}
 	}
+	// No more calls means that nothing is written behind the first.
+	s.write(qwenCall + strings.Repeat(" x", 500))
+	for more, most := range map[string]int{"": 1200, `, "parallel_tool_calls": false`: len(encode(t, s.tokenizer, qwenCall, false)), `, "parallel_tool_calls": false, "stop": "§"`: len(encode(t, s.tokenizer, qwenCall, false))} {
+		r := decode[struct{ Usage usage }](t, s.post(chatPath, chatBody("a", oneTool+more)))
+		if n := r.Usage.CompletionTokens; n > most || n < most/2 {
+			t.Errorf("%s: %d tokens, want up to %d", more, n, most)
+		}
+	}
 	// Where the template ends the reasoning, a tag is text.
 	s.write("<think>Yes.")
 	for _, more := range []string{`, "chat_template_kwargs": {"enable_thinking": false}`, `, "enable_thinking": false`} {

@@ -62,7 +62,7 @@ func (j *jsonCalls) feed(b byte) verdict {
 			return sure
 		case b == ']':
 			j.list = false
-			return j.behindObject()
+			return j.next()
 		}
 		return refused
 	case atClose:
@@ -91,9 +91,15 @@ func (j *jsonCalls) feed(b byte) verdict {
 	return refused
 }
 
-// behindObject is the verdict on the last byte of an object or of the list.
+// behindObject is the verdict on the last byte of an object.
 func (j *jsonCalls) behindObject() verdict {
 	j.read++
+	j.c.out.complete++
+	return j.next()
+}
+
+// next is the verdict on the last byte of an object or of the list.
+func (j *jsonCalls) next() verdict {
 	switch {
 	case j.list:
 		j.state = behindItem
@@ -383,6 +389,7 @@ func (m *mistralCalls) feed(b byte) verdict {
 	case m.args:
 		m.c.out.write(Arguments, b)
 		if m.scan.feed(b) {
+			m.c.out.complete++
 			return done
 		}
 		return more

@@ -183,13 +183,17 @@ func TestStreams(t *testing.T) {
 		{`uments": {`, "«0 weather»{{}"},
 		{`"city": "Par`, `{"city": "Par}`},
 		{"is\"", "{is\"}"},
-		{"}}\n</tool_call>", "{}}"},
+		{"}", "{}}"},
+		{"}\n</tool_call>", ""},
 	} {
+		if p.Complete() != 0 {
+			t.Errorf("a call is complete before %q", c.text)
+		}
 		if got := show(p.Push(c.text)); got != c.want {
 			t.Errorf("%q: %s, want %s", c.text, got, c.want)
 		}
 	}
-	if got := p.End(); len(got) != 0 || p.Calls() != 1 {
+	if got := p.End(); len(got) != 0 || p.Calls() != 1 || p.Complete() != 1 {
 		t.Errorf("at the end: %v, %d calls", got, p.Calls())
 	}
 }
@@ -315,6 +319,10 @@ func FuzzOutput(f *testing.F) {
 			if got, want := show(parse(o, pieces...)), show(whole); got != want {
 				t.Fatalf("%s, %q:\n got %s\nwant %s", o.Format.Name, pieces, got, want)
 			}
+		}
+		p := output.New(o)
+		if p.Push(text); p.Complete() > p.Calls() || p.Complete() < p.Calls()-1 {
+			t.Errorf("%q: %d of %d calls are complete", text, p.Complete(), p.Calls())
 		}
 		calls := 0
 		for i, d := range whole {

@@ -111,6 +111,9 @@ func (p *Parser) End() []Delta {
 // Calls is the number of calls that have begun.
 func (p *Parser) Calls() int { return p.out.calls }
 
+// Complete is the number of calls that are complete.
+func (p *Parser) Complete() int { return p.out.complete }
+
 // content reads a byte that is no reasoning.
 func (p *Parser) content(b byte) {
 	if p.calls != nil {
@@ -125,7 +128,8 @@ type sink struct {
 	deltas []Delta
 	kind   Kind
 	text   []byte // of the last delta
-	calls  int
+	// calls that have begun, and that are complete.
+	calls, complete int
 }
 
 func (s *sink) write(k Kind, text ...byte) {

@@ -41,6 +41,7 @@ func (p *pythonCalls) feed(b byte) verdict {
 		p.c.out.writeString(Arguments, object)
 		p.name, p.args, p.inArgs = p.name[:0], p.args[:0], false
 		p.read++
+		p.c.out.complete++
 		return sure
 	case len(p.name) == 0 && (isSpace(b) && p.closing.matched == 0 || b == ',' && p.read > 0):
 		return more

@@ -112,6 +112,7 @@ func (x *xmlCalls) opening(b byte, tags ...string) verdict {
 		}
 		x.begin()
 		x.c.out.write(Arguments, '}')
+		x.c.out.complete++
 		x.state = behindFunction
 		if t == closeCall {
 			return done
@@ -125,6 +126,7 @@ func (x *xmlCalls) opening(b byte, tags ...string) verdict {
 func (x *xmlCalls) refuse() verdict {
 	if x.begun {
 		x.c.out.write(Arguments, '}')
+		x.c.out.complete++
 	}
 	return refused
 }
