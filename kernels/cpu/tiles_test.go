@@ -241,7 +241,7 @@ func benchExperts(b *testing.B, s kernels.ExpertShape, tag string, threads, rows
 	for i := 0; b.Loop(); i++ {
 		up := kernels.ExpertUp{ExpertGEMM: op}
 		up.Slots = tables[i%experts]
-		down := kernels.ExpertDown{ExpertGEMM: up.ExpertGEMM}
+		down := kernels.ExpertDown(up)
 		down.X, down.Out = up.Out, out
 		for _, op := range []kernels.Op{&up, &down} {
 			if err := backend.Enqueue(h.stream, op); err != nil {
