@@ -286,6 +286,13 @@ func TestNames(t *testing.T) {
 			t.Errorf("%s: %v, want %v", template, got, want)
 		}
 	}
+	for template, want := range map[string]*output.ReasoningFormat{
+		"assistant\n<think>": output.Qwen3, "split('</think>')": output.Qwen3, "think": nil,
+	} {
+		if got := output.DetectReasoning(func(s string) bool { return strings.Contains(template, s) }); got != want {
+			t.Errorf("%s: %v, want %v", template, got, want)
+		}
+	}
 	if f := output.Detect(func(s string) bool { return s == "<tool_call>" }); f != nil {
 		t.Errorf("a template without tools has format %s", f.Name)
 	}

@@ -37,9 +37,10 @@ func FindReasoning(name string) *ReasoningFormat {
 // ReasoningNames are the names of all formats of reasoning.
 func ReasoningNames() []string { return []string{DeepSeekR1.Name, Qwen3.Name} }
 
-// DetectReasoning returns how a model marks its reasoning, by its chat template; nil where it does not.
+// DetectReasoning returns how a model marks its reasoning, by its chat template; nil where it does not. A template may
+// have either tag: that of OLMo 3 Think only begins the reasoning.
 func DetectReasoning(mentions func(text string) bool) *ReasoningFormat {
-	if mentions(Qwen3.Close) {
+	if mentions(Qwen3.Open) || mentions(Qwen3.Close) {
 		return Qwen3
 	}
 	return nil
