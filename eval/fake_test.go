@@ -25,6 +25,9 @@ type fake struct {
 	name  string
 	// attention is where it runs. Default: gpu.
 	attention configs.Place
+	// onDemand and cpuExperts: see eval.Info.
+	onDemand   int
+	cpuExperts float64
 	// alone: the hardware has no peers. otherHardware: it is not what is measured.
 	alone, otherHardware bool
 	// stepped, if set, is called after each step.
@@ -38,7 +41,7 @@ func (f *fake) Info() eval.Info {
 	}
 	return eval.Info{
 		Model: "fake", DType: "bfloat16", KeepsData: true,
-		MicroBatchTokens: 2, StepTokens: 64, Attention: f.attention,
+		MicroBatchTokens: 2, StepTokens: 64, Attention: f.attention, OnDemandTokens: f.onDemand, CPUExperts: f.cpuExperts,
 		Shape: planner.Model{
 			Name: "fake", Layers: 4, Hidden: 64, Heads: 4, KVHeads: 2, HeadDim: 16,
 			Experts: 8, TopK: 2, ExpertWidth: 128, Vocab: 100,

@@ -52,6 +52,9 @@ type Info struct {
 	MicroBatches int
 	// OnDemandTokens is the maximum of tokens of a step that fetches on demand.
 	OnDemandTokens int
+	// CPUExperts is the fraction of the experts missing from such a step that the CPU computes: see
+	// planner.Problem.
+	CPUExperts float64
 	// Grouping is how often experts run, Attention where attention runs.
 	Grouping  configs.Grouping
 	Attention configs.Place

@@ -217,7 +217,7 @@ func (r *Result) predict(info *Info) {
 	roofline := planner.Rooflines(info.Shape, h, at)
 	r.Roofline = &Roofline{Bound: string(bound(roofline, link)), TokS: roofline.TokS}
 
-	problem := planner.Problem{Model: info.Shape, Hardware: h, Workload: work, Sizes: info.Sizes}
+	problem := planner.Problem{Model: info.Shape, Hardware: h, Workload: work, Sizes: info.Sizes, CPUExperts: info.CPUExperts}
 	policy, err := problem.Offload(policy, r.OffloadFraction, tier)
 	if err != nil {
 		return
@@ -231,8 +231,8 @@ func (r *Result) predict(info *Info) {
 		PrefillSeconds: p.PrefillSeconds, DecodeSeconds: p.DecodeSeconds,
 		ThroughputTokS: p.TokS, DecodeTokS: p.DecodeTokS, Bound: string(p.Decode.Bound),
 	}
-	if policy.Attention == configs.OnCPU {
-		// Rooflines have attention on the GPU; what the planner allows is the limit then.
+	if policy.Attention == configs.OnCPU || policy.OnDemand && info.CPUExperts != 0 {
+		// Rooflines have attention and experts on the GPU; what the planner allows is the limit then.
 		r.Roofline = &Roofline{Bound: string(p.Decode.Bound), TokS: p.DecodeTokS}
 	}
 	if r.Tier == configs.NoTier || policy.OnDemand {

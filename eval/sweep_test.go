@@ -79,6 +79,24 @@ func TestAttentionOnCPU(t *testing.T) {
 	}
 }
 
+// With experts on the CPU steps are predicted to be faster, and may be faster than the link: the floor
+// is the planner's prediction.
+func TestExpertsOnCPU(t *testing.T) {
+	decode := func(fraction float64) eval.Result {
+		n := newFake("a", time.Second, nil)
+		n.cpuExperts, n.onDemand = fraction, len(threePrompts)
+		r, err := eval.Throughput(t.Context(), n, eval.Cell{Tier: configs.HostTier, Fraction: 1}, eval.Options{Prompts: threePrompts, NewTokens: 2, Trials: 1})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return r
+	}
+	link, both := decode(0), decode(-1)
+	if both.Prediction.DecodeTokS <= link.Prediction.DecodeTokS || both.Roofline.TokS != both.Prediction.DecodeTokS || link.Roofline.Bound != "host-link" {
+		t.Errorf("predicted are %+v, roofline %+v, and with experts on the CPU %+v, roofline %+v", link.Prediction, link.Roofline, both.Prediction, both.Roofline)
+	}
+}
+
 // A measurement stands where the named hardware could not do it.
 func TestPeersThatTheHardwareHasNot(t *testing.T) {
 	n := newFake("a", time.Second, nil)

@@ -83,7 +83,7 @@ func (o Options) EnsureDefaults() Options {
 			o.Limits = o.Executors[0].Model.Limits
 		}
 		if o.SmallBatchTokens == 0 {
-			o.SmallBatchTokens = o.smallBatch(o.config())
+			o.SmallBatchTokens = OnDemandTokens(o.config().Experts, o.config().TopK, o.CPUExperts != nil)
 		}
 	}
 	if o.MicroBatchTokens <= 0 || o.MicroBatchTokens > o.Limits.MaxTokens {
@@ -194,16 +194,17 @@ func (o Options) CPUExpertBytes(c *models.Config, act kernels.DType, l forward.L
 func (o *Options) onDemandTokens(c *models.Config, l forward.Limits) int {
 	n := o.SmallBatchTokens
 	if n == 0 {
-		n = o.smallBatch(c)
+		n = OnDemandTokens(c.Experts, c.TopK, o.CPUExperts != nil)
 	}
 	return max(0, min(n, o.GroupLimits(l).MaxTokens)) // such a step is one group
 }
 
-// smallBatch is the default of SmallBatchTokens.
-func (o *Options) smallBatch(c *models.Config) int {
-	n := SmallBatch(c.Experts, c.TopK)
-	if o.CPUExperts != nil && c.TopK > 0 {
-		n = max(n, cpuExpertRows*c.Experts/c.TopK)
+// OnDemandTokens is the default of Options.SmallBatchTokens for a model that selects topK of a number
+// of experts per token; onCPU: the CPU computes some of them.
+func OnDemandTokens(experts, topK int, onCPU bool) int {
+	n := SmallBatch(experts, topK)
+	if onCPU && topK > 0 {
+		n = max(n, cpuExpertRows*experts/topK)
 	}
 	return n
 }

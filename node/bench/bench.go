@@ -41,7 +41,11 @@ func (b *Node) Info() eval.Info {
 		info.MicroBatchTokens = s.Batch.MicroBatchSize
 	}
 	if c.KeepsData {
-		info.OnDemandTokens = pipeline.SmallBatch(i.Config.Experts, i.Config.TopK)
+		onCPU, _ := s.Batch.ParseCPUExperts() // valid
+		info.OnDemandTokens = pipeline.OnDemandTokens(i.Config.Experts, i.Config.TopK, onCPU.On())
+		if info.CPUExperts = onCPU.Fraction; onCPU.Auto {
+			info.CPUExperts = -1
+		}
 	}
 	if info.Attention == configs.AnyPlace {
 		info.Attention = configs.OnGPU
