@@ -23,3 +23,10 @@ func (n *Node) KVLender() *lending.Lender { return n.memory }
 
 // Store returns the experts.
 func (n *Node) Store() *experts.Store { return n.store }
+
+// Exposure returns a function for what lending is told of a node: for how many seconds compute has
+// waited for experts, and how long these have taken of the link.
+func Exposure(n *Node) func() (waited, copied float64) {
+	var x expertTime
+	return func() (float64, float64) { return x.waited(n), x.copied(n) }
+}

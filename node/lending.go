@@ -45,15 +45,11 @@ func (n *Node) openLender(u *setup, pool *kvcache.Pool) error {
 	if !u.shares() || n.kv.Extents() == 0 {
 		return nil
 	}
-	// For experts that kernels read in place compute waits as long as the link takes.
-	var copies, reads linkTime
+	var x expertTime
 	var err error
 	n.memory, err = lending.New(lending.Options{
-		Manager: n.kv, Pool: pool, Store: n.store, Worth: n.balance.Worth, Waited: func() float64 { return n.waited() + reads.add(n, n.store.Stats().ReadInPlace) },
-		Copied: func() float64 {
-			s := n.store.Stats()
-			return copies.add(n, s.Fetched) + reads.add(n, s.ReadInPlace)
-		},
+		Manager: n.kv, Pool: pool, Store: n.store, Worth: n.balance.Worth,
+		Waited: func() float64 { return x.waited(n) }, Copied: func() float64 { return x.copied(n) },
 		ReloadSeconds: n.reload, Clock: n.machine, Log: n.log,
 	})
 	if err != nil {
@@ -63,11 +59,23 @@ func (n *Node) openLender(u *setup, pool *kvcache.Pool) error {
 	return nil
 }
 
-// waited is how long compute has waited for copies of experts, in seconds, or for KV blocks: these
-// come over the same link, later for each expert that does.
-func (n *Node) waited() float64 {
+// expertTime is what experts outside GPU memory have cost so far.
+type expertTime struct{ copies, reads linkTime }
+
+// waited is how long compute has waited for experts, in seconds, or for KV blocks: these come over
+// the same link, later for each expert that does. For experts that kernels read in place it waits as
+// long as the link takes.
+func (x *expertTime) waited(n *Node) float64 {
 	s := n.pipe.Stalls()
-	return (s[pipeline.ExpertCopy] + s[pipeline.KVLoad]).Seconds()
+	return (s[pipeline.ExpertCopy] + s[pipeline.CPUExperts] + s[pipeline.KVLoad]).Seconds() + x.reads.add(n, n.store.Stats().ReadInPlace)
+}
+
+// copied is how long experts have taken of the links, in seconds. Those that the CPU computed count
+// as if the host's link had brought them, as in their worth.
+func (x *expertTime) copied(n *Node) float64 {
+	s := n.store.Stats()
+	s.Fetched[experts.Host] += s.OnCPU * n.store.Layout().Size
+	return x.copies.add(n, s.Fetched) + x.reads.add(n, s.ReadInPlace)
 }
 
 // rates are those of the links to the GPU, from the host and from the fastest peer, in bytes per
