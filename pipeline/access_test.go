@@ -223,6 +223,15 @@ func TestAccessFailedSteps(t *testing.T) {
 	}
 }
 
+// TestAccessCPUExperts: with experts on the CPU, auto leaves steps of few tokens to it.
+func TestAccessCPUExperts(t *testing.T) {
+	r := newRig(t, "mixtral", 1, emulated.Options{Virtual: true}, Options{AccessModel: accessModel(2, 1), CPUExperts: host, CPUShare: cpuShare(1)})
+	r.run()
+	if by, s := r.p.StepsByAccess(), r.store.Stats(); by.Direct != 0 || s.OnCPU == 0 {
+		t.Errorf("%+v of the steps, %+v", by, s)
+	}
+}
+
 // TestAccessHold: steps that would hold peers' memory for longer than harvest has to give it back
 // copy, except where they are told not to; without peer copies nothing is held.
 func TestAccessHold(t *testing.T) {

@@ -216,7 +216,7 @@ func (p *Pipeline) chooseAccess() {
 	o := &p.o
 	c := &p.access
 	c.setting, c.model = o.ExpertAccess, o.AccessModel
-	if c.setting == configs.CopyAccess || !p.plans.anyOffloaded() || c.setting == configs.AutoAccess && !c.model.Known() {
+	if c.setting == configs.CopyAccess || !p.plans.anyOffloaded() || c.setting == configs.AutoAccess && (!c.model.Known() || o.CPUExperts != nil) {
 		return
 	}
 	err := o.Experts.InPlace()
