@@ -61,6 +61,7 @@ const (
 	gatherKernel
 	combineKernel
 	combineNorm256
+	combineNorm256Times8
 	combineNorm512Few
 	combineNorm512
 	combineNorm512Times3
@@ -87,9 +88,9 @@ const (
 	copyBlocksKernel
 	promptKernel
 	promptJoin
-	// attentionKernels: for each head size, with one warp and with four.
+	// attentionKernels: for each head size, the shapes in order.
 	attentionKernels
-	gemmKernels = attentionKernels + kernelID(2*len(headSizes))
+	gemmKernels = attentionKernels + kernelID(len(attentionShapes)*len(headSizes))
 	// gemmKernels: dense, gate/up, down, each with the tiles in order. expertKernels: gate/up,
 	// down, each with the shapes in order.
 	expertKernels = gemmKernels + kernelID(3*len(tiles))
@@ -113,6 +114,7 @@ var table = func() []kernel {
 		{"elementwise.cu", "gather", 0},
 		{"elementwise.cu", "combine", 0},
 		{"elementwise.cu", "combine_norm_256", 0},
+		{"elementwise.cu", "combine_norm_256_8", 0},
 		{"elementwise.cu", "combine_norm_512_few", 0},
 		{"elementwise.cu", "combine_norm_512", 0},
 		{"elementwise.cu", "combine_norm_512_3", 0},
@@ -141,8 +143,8 @@ var table = func() []kernel {
 		{"prompt.cu", "prompt_join", 0},
 	}
 	for _, d := range headSizes {
-		for _, warps := range []int{1, 4} {
-			t = append(t, kernel{"attention.cu", fmt.Sprintf("attention_%d_%d", d, warps), attentionSharedBytes(d, warps)})
+		for i, e := range attentionShapes {
+			t = append(t, kernel{"attention.cu", fmt.Sprintf("attention_%d_%s", d, e.name), attentionSharedBytes(d, kernelID(i))})
 		}
 	}
 	for _, mode := range []string{"matmul", "up", "down"} {
