@@ -37,6 +37,7 @@ var benchModels = []benchModel{
 	{"phi-3.5-moe", 4096, 32, 8, 128, 6400, 16, 2, 32064, kernels.SparseMixer},
 	{"phi-tiny-moe", 4096, 16, 4, 128, 448, 16, 2, 32064, kernels.SparseMixer},
 	{"qwen1.5-moe", 2048, 16, 16, 128, 1408, 60, 4, 151936, kernels.Softmax},
+	{"qwen3-30b-a3b", 2048, 32, 4, 128, 768, 128, 8, 151936, kernels.SoftmaxRenorm},
 }
 
 // bench makes tensors and runs operations.

@@ -41,6 +41,9 @@ func (d *decoder) goTo(s device.Stream, i int) error {
 // sharedWidths are the widths of shared experts.
 var sharedWidths = map[string]int{"qwen1.5-moe": 5632}
 
+// headNorms are the models whose heads of q and k are normed.
+var headNorms = map[string]bool{"qwen3-30b-a3b": true}
+
 func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 	const tokens = 16
 	width := (context + tokens - 1) / tokens
@@ -95,11 +98,14 @@ func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 		if layer == 0 {
 			add(&kernels.Norm{X: d.hidden, Weight: gamma, Eps: 1e-5, Out: norm})
 		}
-		add(&kernels.MatMul{X: norm, W: x.act(wide, c.hidden), Out: qkv},
-			&kernels.RoPEAppendKV{
-				Q: heads(qkv, 0, c.heads), K: heads(qkv, c.heads, c.kvHeads), V: heads(qkv, c.heads+c.kvHeads, c.kvHeads), Table: rope, Rows: rows,
-				CacheK: keys, CacheV: values, Slots: cacheSlots,
-			},
+		rotate := &kernels.RoPEAppendKV{
+			Q: heads(qkv, 0, c.heads), K: heads(qkv, c.heads, c.kvHeads), V: heads(qkv, c.heads+c.kvHeads, c.kvHeads), Table: rope, Rows: rows,
+			CacheK: keys, CacheV: values, Slots: cacheSlots,
+		}
+		if headNorms[c.name] {
+			rotate.QNorm, rotate.KNorm, rotate.Eps = x.act(c.d), x.act(c.d), 1e-6
+		}
+		add(&kernels.MatMul{X: norm, W: x.act(wide, c.hidden), Out: qkv}, rotate,
 			&kernels.Attention{
 				Q: heads(qkv, 0, c.heads), CacheK: keys, CacheV: values, SeqStarts: seqStarts, ContextLens: contextLens, BlockTable: blocks,
 				Scale: float32(1 / math.Sqrt(float64(c.d))), MaxContext: context, MaxSeqTokens: 1, Out: heads(attended, 0, c.heads),
@@ -156,6 +162,75 @@ func openBoth(tb testing.TB) (m device.Machine, serial, overlapping *Backend, s 
 func giveUp(b *Backend, s device.Stream) {
 	if l := b.states[s]; l != nil {
 		l.release()
+	}
+}
+
+// bytesOfDecode are the bytes that a layer reads in a decode step of n sequences: its weights,
+// of the experts those that n tokens select on average, and keys and values.
+func (c *benchModel) bytesOfDecode(n, context int) float64 {
+	q, kv := c.heads*c.d, c.kvHeads*c.d
+	used := float64(c.experts) * (1 - math.Pow(1-float64(c.k)/float64(c.experts), float64(n)))
+	elements := c.hidden*(2*q+2*kv+c.experts) + 3*c.hidden*sharedWidths[c.name] + 2*n*context*kv
+	return 2 * (float64(elements) + used*3*float64(c.hidden*c.intermediate))
+}
+
+// BenchmarkDecodeLayers reports what a layer of a decode step takes in a graph of several
+// layers, as a share of reading its bytes (%memory), with the kernels for few rows and with the
+// general ones instead; and what each of a layer's operations takes in a graph of that operation
+// of all layers alone.
+func BenchmarkDecodeLayers(b *testing.B) {
+	const layers = 4
+	m, backend, s := openGPU(b, Options{})
+	defer func() { backend.general = false }()
+	for _, c := range benchModels {
+		for _, n := range []int{1, 8, 64} {
+			for _, context := range []int{100, 1000} {
+				x := &bench{TB: b, m: m, b: backend, s: s, random: rand.New(rand.NewPCG(1, 2)), exponent: 13}
+				var d *decoder
+				for _, name := range []string{"few", "general"} {
+					measure := func(what string, ops []kernels.Op) {
+						b.Run(fmt.Sprintf("model=%s/rows=%d/context=%d/%s/%s", c.name, n, context, name, what), func(b *testing.B) {
+							if d == nil {
+								d = x.decoder(&c, layers, n, context)
+							}
+							whole := ops == nil
+							if whole {
+								ops = d.ops
+							}
+							backend.general = name == "general"
+							enqueue := func() error { return (&decoder{ops: ops}).enqueue(backend, s) }
+							if err := enqueue(); err != nil {
+								b.Fatal(err)
+							}
+							g, err := s.(device.Capturer).Capture(enqueue)
+							if err != nil {
+								b.Fatal(err)
+							}
+							defer g.Close()
+							seconds := x.time(b, func(int) error { return s.(device.Capturer).LaunchGraph(g) }) / layers
+							b.ReportMetric(0, "ns/op")
+							b.ReportMetric(seconds*1e6, "us/layer")
+							if whole {
+								b.ReportMetric(100*c.bytesOfDecode(n, context)/seconds/(*memoryCeiling*1e12), "%memory")
+							}
+						})
+					}
+					measure("layer", nil)
+					if d == nil {
+						continue // filtered out
+					}
+					each := len(d.ops[1:]) / layers
+					for i := range each {
+						var ops []kernels.Op
+						for layer := range layers {
+							ops = append(ops, d.ops[1+layer*each+i])
+						}
+						measure(fmt.Sprintf("%02d-%s", i, ops[0].Name()), ops)
+					}
+				}
+				x.free()
+			}
+		}
 	}
 }
 

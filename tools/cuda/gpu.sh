@@ -2,7 +2,7 @@
 # All tests and measurements that need a GPU, in two halves:
 #   tools/cuda/gpu.sh build FOLDER            builds and packs what has to run, without a GPU
 #   tools/cuda/gpu.sh run FOLDER LOGS PART... runs it on a machine with a GPU and this tree, and prints a table
-# Without PART: all parts from device to sanitize, except those that name two GPUs, whole-mixtral, cpu-experts, beside, gaps, layout, kvcopy, prompts, latency and load. LOGS gets at most 8 files.
+# Without PART: all parts from device to sanitize, except those that name two GPUs, whole-mixtral, cpu-experts, small, beside, gaps, layout, kvcopy, prompts, latency and load. LOGS gets at most 8 files.
 #   device        device/cuda: conformance, NVML, NVRTC; experts, kvcache, pipeline and engine on it
 #   kernels       every kernel against its reference, small shapes; those for sm_80; start, cold and warm
 #   kernels-full  the same at the shapes of the models
@@ -43,6 +43,9 @@
 #                 both GPUs (preload/multipath): rates, the same bytes, order, graphs, threads, forks, a relay that is lost or
 #                 full; PRELOAD are parts of multipath.py, RATE is the engine's own rate to compare with (GB/s)
 #   bench         times of kernels and of the device
+#   small         decode steps of 1, 8 and 64 sequences with all experts in GPU memory: time and share of the roofline (SMALL are the
+#                 presets, default: Qwen1.5-MoE, Qwen3-30B-A3B, Mixtral, 95 GB); then of one layer and of each of its operations, at
+#                 contexts of 100 and 1,000 tokens, with the kernels for few rows and with the general ones instead
 #   sanitize      compute-sanitizer over the kernels' small shapes
 #   beside        moeserve compared with transformers: BESIDE are arguments for beside.py (--cells, --budget, --resume …),
 #                 BESIDE_OUT is the file of results
@@ -177,7 +180,7 @@ run() {
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
   for part in "$@"; do
-    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral cpu-experts tiers access multipath-tests sweep predicted guard soak reclaim preload bench sanitize beside gaps layout kvcopy latency kv kvtiers lending prefix hits fairness links sleep multipath calibrate load " == *" $part "* ]] || usage
+    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral cpu-experts tiers access multipath-tests sweep predicted guard soak reclaim preload bench small sanitize beside gaps layout kvcopy latency kv kvtiers lending prefix hits fairness links sleep multipath calibrate load " == *" $part "* ]] || usage
   done
   [ -e "$folder/bundle.tar.xz" ] || { echo "there is no $folder/bundle.tar.xz: tools/cuda/gpu.sh build makes it" >&2; exit 2; }
   xz -dc "$folder/bundle.tar.xz" | tar -xf - -C "$work" || exit 1
@@ -298,8 +301,17 @@ run() {
         limit 300 . preload preload python3 -u "$root/tools/cuda/multipath.py" "$work/multipath.so" "$work/lose_relay.so" ${PRELOAD:-}
         tee -a "$logs/table.log" <"$work/said" ;;
       bench)
-        limit 150 kernels/cuda bench bench-kernels "$work/kernels-cuda.test" -test.run '^$' -test.bench Kernels -test.benchtime 50x
+        limit 190 kernels/cuda bench bench-kernels "$work/kernels-cuda.test" -test.run '^$' -test.bench Kernels -test.benchtime 50x
         limit 90 device/cuda bench bench-device "$work/device-cuda.test" -test.run '^$' -test.bench . -test.benchtime 200ms ;;
+      small)
+        for preset in ${SMALL:-qwen1.5-moe-a2.7b qwen3-30b-a3b mixtral-8x7b}; do
+          limit 150 node presets "small-$preset" "$work/node.test" "${overlap[@]}" -test.v -test.timeout 150s -test.run GPUPresets -whole "$preset@0" \
+            -batches 1,8,64 -host-gib "$host" -steps "$logs/presets.json"
+          sed -n "s/.*: decode of \([0-9]*\) sequences.*: \([0-9.]*\) ms, roofline \([0-9.]*\) ms.*/\1 \2 \3/p" "$work/said" |
+            awk -v name="$preset" '{printf "  %s, %d sequences: %.2f ms, roofline %.2f ms: %.0f %%\n", name, $1, $2, $3, 100*$3/$2}' | tee -a "$logs/table.log"
+        done
+        limit 300 kernels/cuda bench small-layers "$work/kernels-cuda.test" -test.run '^$' -test.bench 'DecodeLayers/model=(qwen|mixtral)' -test.benchtime 200x
+        sed -n 's/^BenchmarkDecodeLayers.\(model=[^ \t]*\)[ \t]*[0-9]*[ \t]*\(.*\)/  \1  \2/p' "$work/said" | tee -a "$logs/table.log" ;;
       sanitize)
         for tool in memcheck racecheck initcheck; do
           # What the driver itself does is not ours: an error is one that a kernel made.
