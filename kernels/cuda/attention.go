@@ -8,22 +8,6 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// attentionShapes are the instantiations of attention.cu for each head size.
-var attentionShapes = [...]struct {
-	name          string
-	warps, stages int
-}{
-	{"1", 1, 2},
-	{"deep", 1, 5},
-	{"4", 4, 3},
-}
-
-const (
-	attentionFewRows kernelID = iota
-	attentionDeep
-	attentionManyRows
-)
-
 // headSizes are the head sizes that attention is compiled for; smaller heads are padded.
 var headSizes = [...]int{32, 64, 96, 128}
 
@@ -44,11 +28,14 @@ const (
 	longContext, longParts = 16 << 10, 16 << 10
 )
 
-// attentionSharedBytes is the shared memory of a block of such a shape: its stages of 32 keys and
-// values, and its queries (see attend in attention.cu).
-func attentionSharedBytes(d int, shape kernelID) int {
-	e := &attentionShapes[shape]
-	return (e.stages*2*attentionTile + queriesPerWarp*e.warps) * 2 * d
+// attentionSharedBytes is the shared memory of a block: its stages of 32 keys and values, and
+// its queries (see attend in attention.cu).
+func attentionSharedBytes(d, warps int) int {
+	stages := 3
+	if warps == 1 {
+		stages = 2
+	}
+	return (stages*2*attentionTile + queriesPerWarp*warps) * 2 * d
 }
 
 func (l *streamState) attention(o *kernels.Attention) error {
@@ -97,7 +84,7 @@ func (l *streamState) attention(o *kernels.Attention) error {
 		a.shift = int32(bits.TrailingZeros(n))
 	}
 	few, many := queriesPerWarp/group, maxGroup/group // tokens per tile, with one warp and with four
-	name := attentionKernels + kernelID(len(attentionShapes)*size)
+	name := attentionKernels + kernelID(2*size)
 
 	// Sequences with few tokens in the step (decode) have a tile of one warp each. If they are
 	// few and long, their chunks are computed by separate blocks.
@@ -106,7 +93,7 @@ func (l *streamState) attention(o *kernels.Attention) error {
 		a.maxRows, a.tiles = int32(rows), 1
 		chunks := ceil(o.MaxContext, chunkTokens)
 		parts, split := l.b.splitAttention(sequences, rows, heads, kvHeads, d, chunks)
-		g := grid{x: sequences, y: kvHeads, threads: 32}
+		g := grid{x: sequences, y: kvHeads, threads: 32, shared: attentionSharedBytes(headSizes[size], 1)}
 		if split {
 			a.sums, a.ends = uint64(l.work.Addr), uint64(l.work.Addr)+uint64(parts)*uint64(d)*4
 			a.chunks, g.z = int32(chunks), chunks
@@ -119,14 +106,7 @@ func (l *streamState) attention(o *kernels.Attention) error {
 			a.each *= 2
 			g.y /= 2
 		}
-		shape := attentionFewRows
-		// On the other multiprocessors the output projection already loads weights, for which
-		// these blocks leave no room.
-		if 2*g.x*g.y*max(g.z, 1) <= l.b.multiprocessors && !l.b.general {
-			shape = attentionDeep
-		}
-		g.shared = attentionSharedBytes(headSizes[size], shape)
-		if err := launch(l, o.Name(), name+shape, g, &a); err != nil {
+		if err := launch(l, o.Name(), name, g, &a); err != nil {
 			return err
 		}
 		if split {
@@ -143,8 +123,8 @@ func (l *streamState) attention(o *kernels.Attention) error {
 		return l.prompt(o, int(a.minRows))
 	}
 	a.maxRows, a.tiles = math.MaxInt32, int32(ceil(o.MaxSeqTokens, many))
-	g := grid{x: sequences * int(a.tiles), y: kvHeads, threads: 128, shared: attentionSharedBytes(headSizes[size], attentionManyRows)}
-	return launch(l, o.Name(), name+attentionManyRows, g, &a)
+	g := grid{x: sequences * int(a.tiles), y: kvHeads, threads: 128, shared: attentionSharedBytes(headSizes[size], 4)}
+	return launch(l, o.Name(), name+1, g, &a)
 }
 
 // splitAttention reports whether the chunks of sequences with so many rows (tokens in the step)

@@ -49,9 +49,6 @@ type Backend struct {
 	work device.Memory
 	// multiprocessors is the device's number of multiprocessors, for the choice of grids.
 	multiprocessors int
-	// general disables the kernels for few rows whose results others have too
-	// (attention_*_deep, combine_norm_256_8), for measurements.
-	general bool
 	// hopper: the kernels for sm_90a are available.
 	hopper bool
 	// largeSmem: blocks may use the shared memory that few_rows_5 needs.

@@ -94,7 +94,7 @@ func TestTable(t *testing.T) {
 	}
 	for id, name := range map[kernelID]string{
 		embedKernel: "embed", combineNorm512Times3: "combine_norm_512_3", addBias: "add_bias", appendKV: "append_kv", normRopeAppendKV: "norm_rope_append_kv", groupKernel: "group", sampleMerge: "sample_merge", restoreKernel: "restore", copyBlocksKernel: "copy_blocks",
-		attentionJoin: "attention_join", attentionKernels + 3*3 + 2: "attention_128_4", gemmKernels: "matmul_16",
+		attentionJoin: "attention_join", attentionKernels + 2*3 + 1: "attention_128_4", gemmKernels: "matmul_16",
 		gemmKernels + gateUpMode*kernelID(len(tiles)) + kernelID(anyTile): "up_any",
 		gemmKernels + downMode*kernelID(len(tiles)):                       "down_16",
 	} {
@@ -378,14 +378,12 @@ func TestAttentionChoice(t *testing.T) {
 		fail string
 	}{
 		{"decode", attention(324, 324, 1, 900, 32, 8, 128), "attention_128_1", ""},
-		{"one, short", attention(1, 1, 1, 256, 32, 8, 128), "attention_128_deep", ""},
-		{"one, long", attention(1, 1, 1, 900, 32, 8, 128), "attention_128_deep attention_join", ""},
-		{"one, on as many blocks as half of the multiprocessors", attention(1, 1, 1, 2048, 32, 8, 128), "attention_128_deep attention_join", ""},
-		{"one, on more blocks", attention(1, 1, 1, 2049+256, 32, 8, 128), "attention_128_1 attention_join", ""},
+		{"one, short", attention(1, 1, 1, 256, 32, 8, 128), "attention_128_1", ""},
+		{"one, long", attention(1, 1, 1, 900, 32, 8, 128), "attention_128_1 attention_join", ""},
 		{"32, long", attention(32, 32, 1, 8192, 32, 8, 128), "attention_128_1 attention_join", ""},
 		{"60, longer", attention(60, 60, 1, 16000, 32, 8, 128), "attention_128_1 attention_join", ""},
 		{"no room for partial results", attention(60, 240, 4, 16000, 32, 8, 128), "attention_128_1", ""},
-		{"prompts", attention(2, 900, 600, 600, 32, 8, 128), "attention_128_deep attention_join attention_128_4", ""},
+		{"prompts", attention(2, 900, 600, 600, 32, 8, 128), "attention_128_1 attention_join attention_128_4", ""},
 		{"one prompt", attention(1, 600, 600, 600, 32, 8, 128), "attention_128_4", ""},
 		{"32 heads to one", attention(3, 3, 1, 300, 32, 1, 80), "attention_96_4", ""},
 		{"head of 129", attention(1, 1, 1, 1, 1, 1, 129), "", "head size"},
@@ -421,10 +419,10 @@ func TestAttentionChoice(t *testing.T) {
 		want, invariant string
 	}{
 		{"decode", attention(324, 324, 1, 900, 32, 8, 128), "attention_128_1", prompt},
-		{"one, short", attention(1, 1, 1, 256, 32, 8, 128), "attention_128_deep", prompt},
-		{"one, long", attention(1, 1, 1, 900, 32, 8, 128), "attention_128_deep attention_join", "prompt_128 prompt_join"},
+		{"one, short", attention(1, 1, 1, 256, 32, 8, 128), "attention_128_1", prompt},
+		{"one, long", attention(1, 1, 1, 900, 32, 8, 128), "attention_128_1 attention_join", "prompt_128 prompt_join"},
 		{"no room for partial results", attention(60, 240, 4, 16000, 32, 8, 128), "attention_128_1", prompt},
-		{"prompts", attention(2, 900, 600, 600, 32, 8, 128), "attention_128_deep attention_join prompt_128", "prompt_128 prompt_join prompt_128"},
+		{"prompts", attention(2, 900, 600, 600, 32, 8, 128), "attention_128_1 attention_join prompt_128", "prompt_128 prompt_join prompt_128"},
 		{"one prompt", attention(1, 600, 600, 600, 32, 8, 128), prompt, prompt},
 		{"one, very long", attention(1, 1, 1, 128<<10, 32, 8, 128), "prompt_128 prompt_join", "prompt_128 prompt_join"},
 		{"several, long", attention(8, 8, 1, 16<<10, 32, 8, 128), "prompt_128 prompt_join", "prompt_128 prompt_join"},
@@ -530,7 +528,6 @@ func TestCombineNormChoice(t *testing.T) {
 		threads         int
 	}{
 		{1, 2, 2048, "combine_norm_256", 256},
-		{64, 8, 2048, "combine_norm_256_8", 256},
 		{4536, 8, 2048, "combine_norm_256", 256},
 		{1, 2, 4096, "combine_norm_512_few", 512},
 		{4536, 2, 4096, "combine_norm_512_few", 512},

@@ -150,8 +150,6 @@ func (l *streamState) combineNorm(o *kernels.CombineNorm) error {
 		k, threads = combineNorm512Few, 512
 	case d > 8*256:
 		k, threads = combineNorm512, 512
-	case a.combine.k > 4 && o.Out.Shape[0] <= l.b.multiprocessors && !l.b.general:
-		k = combineNorm256Times8
 	}
 	return launch(l, o.Name(), k, grid{x: o.Out.Shape[0], threads: threads}, &a)
 }

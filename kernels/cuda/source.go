@@ -61,7 +61,6 @@ const (
 	gatherKernel
 	combineKernel
 	combineNorm256
-	combineNorm256Times8
 	combineNorm512Few
 	combineNorm512
 	combineNorm512Times3
@@ -88,9 +87,9 @@ const (
 	copyBlocksKernel
 	promptKernel
 	promptJoin
-	// attentionKernels: for each head size, the shapes in order.
+	// attentionKernels: for each head size, with one warp and with four.
 	attentionKernels
-	gemmKernels = attentionKernels + kernelID(len(attentionShapes)*len(headSizes))
+	gemmKernels = attentionKernels + kernelID(2*len(headSizes))
 	// gemmKernels: dense, gate/up, down, each with the tiles in order. expertKernels: gate/up,
 	// down, each with the shapes in order.
 	expertKernels = gemmKernels + kernelID(3*len(tiles))
@@ -114,7 +113,6 @@ var table = func() []kernel {
 		{"elementwise.cu", "gather", 0},
 		{"elementwise.cu", "combine", 0},
 		{"elementwise.cu", "combine_norm_256", 0},
-		{"elementwise.cu", "combine_norm_256_8", 0},
 		{"elementwise.cu", "combine_norm_512_few", 0},
 		{"elementwise.cu", "combine_norm_512", 0},
 		{"elementwise.cu", "combine_norm_512_3", 0},
@@ -143,8 +141,8 @@ var table = func() []kernel {
 		{"prompt.cu", "prompt_join", 0},
 	}
 	for _, d := range headSizes {
-		for i, e := range attentionShapes {
-			t = append(t, kernel{"attention.cu", fmt.Sprintf("attention_%d_%s", d, e.name), attentionSharedBytes(d, kernelID(i))})
+		for _, warps := range []int{1, 4} {
+			t = append(t, kernel{"attention.cu", fmt.Sprintf("attention_%d_%d", d, warps), attentionSharedBytes(d, warps)})
 		}
 	}
 	for _, mode := range []string{"matmul", "up", "down"} {

@@ -48,13 +48,10 @@ DEVICE query_span find_span(const attention_args &a, int tile_rows) {
   return s;
 }
 
-// d is the head size, rounded up to what is instantiated; stages are those of the pipeline of
-// tiles. With early, which is for one warp, a block looks the first 32 entries of the block table
-// up before it waits for preceding kernels.
-template <int d, int warps, int stages, bool early>
+// d is the head size, rounded up to what is instantiated.
+template <int d, int warps>
 DEVICE void attend(const attention_args &a, unsigned char *memory) {
-  static_assert(!early || warps == 1, "a lane per entry");
-  constexpr int threads = 32 * warps, queries = 16 * warps;
+  constexpr int threads = 32 * warps, queries = 16 * warps, stages = warps == 1 ? 2 : 3;
   constexpr int chunks = d / 8;               // chunks of 16 bytes per row
   constexpr int row_bytes = d * 2;
   constexpr int half_bytes = tile_tokens * row_bytes, stage_bytes = 2 * half_bytes;
@@ -86,17 +83,12 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
   // Each lane looks up one position of a tile in the block table, one tile ahead; then each
   // thread copies its chunks of some of the positions.
   auto in_table = [&](int p) { return a.shift >= 0 ? p >> a.shift : p / a.tokens; };
-  int first_entry = in_table(from * tile_tokens), entry = 0;
-  if (early && first_entry + lane <= in_table(s.end - 1)) entry = load_early(table + first_entry + lane);
   auto look = [&](int tile) {
-    int p = tile * tile_tokens + lane, at = in_table(p), known = 0;
-    if (early) known = __shfl_sync(all_lanes, entry, (at - first_entry) & 31);
-    if (p >= s.end) return -1;
-    return early && at - first_entry < 32 ? known : table[at];
+    int p = tile * tile_tokens + lane;
+    return p < s.end ? table[in_table(p)] : -1;
   };
   int p0 = from * tile_tokens + lane;
-  int next_tile = from, next_head = kv_head, to_bring = left;
-  int block = early ? look(from) : p0 < s.end ? load_early(table + in_table(p0)) : -1;
+  int next_tile = from, next_head = kv_head, to_bring = left, block = p0 < s.end ? load_early(table + in_table(p0)) : -1;
   wait_dependencies();
   // Loads the queries of a head. Query i is head i % group of row i / group. The memory behind
   // the last query is never read.
@@ -333,20 +325,14 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
   }
 }
 
-// With one warp; the same for few blocks, each of which waits for its loads alone: with more
-// tiles in flight; with four warps.
-#define ATTENTION(d)                                          \
-  KERNEL(32, 8) attention_##d##_1(const attention_args a) {    \
-    DYNAMIC_SHARED(memory);                                   \
-    attend<d, 1, 2, false>(a, memory);                        \
-  }                                                           \
-  KERNEL(32, 1) attention_##d##_deep(const attention_args a) { \
-    DYNAMIC_SHARED(memory);                                   \
-    attend<d, 1, 5, true>(a, memory);                         \
-  }                                                           \
-  KERNEL(128, 2) attention_##d##_4(const attention_args a) {   \
-    DYNAMIC_SHARED(memory);                                   \
-    attend<d, 4, 3, false>(a, memory);                        \
+#define ATTENTION(d)                                       \
+  KERNEL(32, 8) attention_##d##_1(const attention_args a) { \
+    DYNAMIC_SHARED(memory);                                \
+    attend<d, 1>(a, memory);                               \
+  }                                                        \
+  KERNEL(128, 2) attention_##d##_4(const attention_args a) { \
+    DYNAMIC_SHARED(memory);                                \
+    attend<d, 4>(a, memory);                               \
   }
 
 ATTENTION(32)

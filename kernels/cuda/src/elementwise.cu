@@ -281,7 +281,7 @@ struct combine_norm_args {
 
 // One block per row. Registers bound the bytes in flight per multiprocessor: at 64 per thread,
 // 48 KiB with two experts per token and 80 with four or more; at 40, enough for two experts,
-// 72. For few rows latency counts: up to eight experts are loaded at once.
+// 72.
 template <int threads, int each, int at_once>
 DEVICE void combine_norm(const combine_norm_args &a) {
   launch_dependents();
@@ -293,7 +293,6 @@ DEVICE void combine_norm(const combine_norm_args &a) {
 }
 
 KERNEL(256, 4) combine_norm_256(const combine_norm_args a) { combine_norm<256, 1, 4>(a); }
-KERNEL(256, 1) combine_norm_256_8(const combine_norm_args a) { combine_norm<256, 1, 8>(a); }
 KERNEL(512, 3) combine_norm_512_few(const combine_norm_args a) { combine_norm<512, 1, 2>(a); }
 KERNEL(512, 2) combine_norm_512(const combine_norm_args a) { combine_norm<512, 1, 4>(a); }
 KERNEL(512, 1) combine_norm_512_3(const combine_norm_args a) { combine_norm<512, 3, 4>(a); }
