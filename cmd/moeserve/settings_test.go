@@ -45,6 +45,8 @@ func others(k configs.Key) [3]string {
 		return [3]string{"zipf:1", "zipf:2", "zipf:3"}
 	case strings.HasPrefix(k.Name, "allowed-"):
 		return [3]string{`["a"]`, "b,c", "d"}
+	case k.Name == "cpu-experts":
+		return [3]string{"auto", "50%", "1"}
 	case k.Name == "host-paths":
 		return [3]string{"1", "2", "1,2"}
 	case k.Name == "peers":

@@ -175,58 +175,53 @@ func (c *benchModel) bytesOfDecode(n, context int) float64 {
 }
 
 // BenchmarkDecodeLayers reports what a layer of a decode step takes in a graph of several
-// layers, as a share of reading its bytes (%memory), with the kernels for few rows and with the
-// general ones instead; and what each of a layer's operations takes in a graph of that operation
-// of all layers alone.
+// layers, as a share of reading its bytes (%memory), and what each of a layer's operations takes
+// in a graph of that operation of all layers alone.
 func BenchmarkDecodeLayers(b *testing.B) {
 	const layers = 4
 	m, backend, s := openGPU(b, Options{})
-	defer func() { backend.general = false }()
 	for _, c := range benchModels {
 		for _, n := range []int{1, 8, 64} {
 			for _, context := range []int{100, 1000} {
 				x := &bench{TB: b, m: m, b: backend, s: s, random: rand.New(rand.NewPCG(1, 2)), exponent: 13}
 				var d *decoder
-				for _, name := range []string{"few", "general"} {
-					measure := func(what string, ops []kernels.Op) {
-						b.Run(fmt.Sprintf("model=%s/rows=%d/context=%d/%s/%s", c.name, n, context, name, what), func(b *testing.B) {
-							if d == nil {
-								d = x.decoder(&c, layers, n, context)
-							}
-							whole := ops == nil
-							if whole {
-								ops = d.ops
-							}
-							backend.general = name == "general"
-							enqueue := func() error { return (&decoder{ops: ops}).enqueue(backend, s) }
-							if err := enqueue(); err != nil {
-								b.Fatal(err)
-							}
-							g, err := s.(device.Capturer).Capture(enqueue)
-							if err != nil {
-								b.Fatal(err)
-							}
-							defer g.Close()
-							seconds := x.time(b, func(int) error { return s.(device.Capturer).LaunchGraph(g) }) / layers
-							b.ReportMetric(0, "ns/op")
-							b.ReportMetric(seconds*1e6, "us/layer")
-							if whole {
-								b.ReportMetric(100*c.bytesOfDecode(n, context)/seconds/(*memoryCeiling*1e12), "%memory")
-							}
-						})
-					}
-					measure("layer", nil)
-					if d == nil {
-						continue // filtered out
-					}
-					each := len(d.ops[1:]) / layers
-					for i := range each {
-						var ops []kernels.Op
-						for layer := range layers {
-							ops = append(ops, d.ops[1+layer*each+i])
+				measure := func(what string, ops []kernels.Op) {
+					b.Run(fmt.Sprintf("model=%s/rows=%d/context=%d/%s", c.name, n, context, what), func(b *testing.B) {
+						if d == nil {
+							d = x.decoder(&c, layers, n, context)
 						}
-						measure(fmt.Sprintf("%02d-%s", i, ops[0].Name()), ops)
+						whole := ops == nil
+						if whole {
+							ops = d.ops
+						}
+						enqueue := func() error { return (&decoder{ops: ops}).enqueue(backend, s) }
+						if err := enqueue(); err != nil {
+							b.Fatal(err)
+						}
+						g, err := s.(device.Capturer).Capture(enqueue)
+						if err != nil {
+							b.Fatal(err)
+						}
+						defer g.Close()
+						seconds := x.time(b, func(int) error { return s.(device.Capturer).LaunchGraph(g) }) / layers
+						b.ReportMetric(0, "ns/op")
+						b.ReportMetric(seconds*1e6, "us/layer")
+						if whole {
+							b.ReportMetric(100*c.bytesOfDecode(n, context)/seconds/(*memoryCeiling*1e12), "%memory")
+						}
+					})
+				}
+				measure("layer", nil)
+				if d == nil {
+					continue // filtered out
+				}
+				each := len(d.ops[1:]) / layers
+				for i := range each {
+					var ops []kernels.Op
+					for layer := range layers {
+						ops = append(ops, d.ops[1+layer*each+i])
 					}
+					measure(fmt.Sprintf("%02d-%s", i, ops[0].Name()), ops)
 				}
 				x.free()
 			}

@@ -45,7 +45,7 @@
 #   bench         times of kernels and of the device
 #   small         decode steps of 1, 8 and 64 sequences with all experts in GPU memory: time and share of the roofline (SMALL are the
 #                 presets, default: Qwen1.5-MoE, Qwen3-30B-A3B, Mixtral, 95 GB); then of one layer and of each of its operations, at
-#                 contexts of 100 and 1,000 tokens, with the kernels for few rows and with the general ones instead
+#                 contexts of 100 and 1,000 tokens
 #   sanitize      compute-sanitizer over the kernels' small shapes
 #   beside        moeserve compared with transformers: BESIDE are arguments for beside.py (--cells, --budget, --resume …),
 #                 BESIDE_OUT is the file of results
