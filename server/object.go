@@ -106,7 +106,7 @@ func (o *object) wrongType(member, want string, got json.RawMessage) {
 	o.fail(member, "invalid_type", "Invalid type for '%s': it must be %s, and is %s.", o.name(member), want, kindOf(got))
 }
 
-// unsupported is the error for a known member that requests what is not implemented.
+// unsupported is the error for a known member whose value this server refuses.
 func (o *object) unsupported(member, why string) {
 	o.fail(member, "unsupported_parameter", "'%s' is not supported: %s.", o.name(member), why)
 }
