@@ -106,13 +106,16 @@ func (h Harvest) ParseHeadroom() (Headroom, error) {
 	return Headroom{}, &SettingError{Key: "harvest-headroom", Value: h.Headroom, Want: "must be a size like 4GiB (G and GiB: 2^30 bytes, GB: 10^9) or a share like 5%"}
 }
 
+// SameAddress is the admin address of a server that has it on the address of the API.
+const SameAddress = "same"
+
 // ParseAdminAddress reads the setting admin-address: empty for none, and same for that of the
 // API. Errors are *SettingError.
 func (s Serve) ParseAdminAddress() (address string, same bool, err error) {
 	switch s.AdminAddress {
 	case "none":
 		return "", false, nil
-	case "same":
+	case SameAddress:
 		return "", true, nil
 	}
 	_, port, err := net.SplitHostPort(s.AdminAddress)

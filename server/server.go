@@ -103,6 +103,8 @@ type Options struct {
 	Version string
 	// Admin has the API's address serve what the admin address serves, too.
 	Admin bool
+	// Settings that can change, on the admin address; nil: none can.
+	Settings Settings
 	// APIKey that clients must send, as a bearer token or as X-API-Key, to all but health and
 	// metrics; empty: none.
 	APIKey string

@@ -146,6 +146,9 @@ func runBlock(t *testing.T, b codeBlock, fixture, ignored string) {
 		script = strings.ReplaceAll(script, "moeserve serve", "moeserve serve --port "+port)
 		script = strings.ReplaceAll(script, "8000", port)
 	}
+	if strings.Contains(script, "8001") { // the admin address
+		script = strings.ReplaceAll(script, "8001", freePort(t))
+	}
 	cmd := exec.CommandContext(t.Context(), "bash", "-euo", "pipefail", "-c", script)
 	cmd.Dir = t.TempDir()
 	if out, err := cmd.CombinedOutput(); (err != nil) != (b.mark == "fails") {
