@@ -399,11 +399,13 @@ var onlyIn = []struct {
 // standard library that they bring. They are exact, as imports is. What only tests use is not here.
 var linked = map[string]string{
 	"codeberg.org/go-fonts/liberation":    "the font of PNG pictures (eval/figure)",
+	"github.com/cpuguy83/go-md2man/v2":    "of cobra: manual pages",
 	"github.com/fsnotify/fsnotify":        "of viper",
 	"github.com/go-viper/mapstructure/v2": "of viper; values that read themselves from text",
 	"github.com/mitchellh/colorstring":    "of progressbar/v2",
 	"github.com/pelletier/go-toml/v2":     "of viper",
 	"github.com/rivo/uniseg":              "of sugarme/tokenizer and progressbar/v2",
+	"github.com/russross/blackfriday/v2":  "of go-md2man",
 	"github.com/sagikazarmark/locafero":   "of viper",
 	"github.com/schollz/progressbar/v2":   "of sugarme/tokenizer",
 	"github.com/sourcegraph/conc":         "of viper",
@@ -425,7 +427,7 @@ var linked = map[string]string{
 }
 
 // linkedPackages is how many packages these modules have in the command.
-const linkedPackages = 64
+const linkedPackages = 67
 
 // opens are the functions that open a file for reading, or a folder whose files they open. Package
 // untrusted stands before them: see TestFilesAreOpenedBounded.
