@@ -24,6 +24,7 @@ import (
 	"github.com/moeserve/moeserve/node/observe"
 	"github.com/moeserve/moeserve/node/sleeping"
 	"github.com/moeserve/moeserve/server"
+	"github.com/moeserve/moeserve/server/spans"
 )
 
 func newServe(s *streams) *cobra.Command {
@@ -97,10 +98,6 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 	if err != nil {
 		return err
 	}
-	listener, admin, err := listen(ctx, &set.Serve)
-	if err != nil {
-		return err
-	}
 	if set.Output.LogLevel == configs.LogAuto {
 		set.Output.LogLevel = configs.LogInfo
 	}
@@ -108,6 +105,15 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 	level.Set(set.Output.LogLevel.Level())
 	log := newLogger(s.err, &set.Output, level)
 	settings := newLive(&set.Settings, level, log)
+	tracer, closeTracer, err := newTracer(ctx, set.Serve.OTLPTracesEndpoint, log)
+	if err != nil {
+		return err
+	}
+	defer closeTracer()
+	listener, admin, err := listen(ctx, &set.Serve)
+	if err != nil {
+		return err
+	}
 	if set.Serve.APIKey == "" && reachable(listener) {
 		log.Warn("listening on a non-loopback address without authentication; set MOESERVE_API_KEY", "address", listener.Addr().String())
 	}
@@ -128,6 +134,7 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 		DrainTimeout:   time.Duration(set.Serve.DrainTimeout) * time.Second,
 		MaxConnections: maxConnections(set.Serve.MaxConnections, sequences+set.Serve.MaxQueuedRequests+spareRequests, log),
 		TLS:            encryption,
+		Tracer:         tracer,
 		Log:            log,
 	})
 	serving, stopServing := context.WithCancel(ctx)
@@ -223,6 +230,22 @@ func listen(ctx context.Context, s *configs.Serve) (api, admin net.Listener, err
 		return nil, nil, errors.Join(err, api.Close())
 	}
 	return api, admin, nil
+}
+
+// newTracer exports spans of requests to a collector; nil where there is none. The caller calls stop.
+func newTracer(ctx context.Context, endpoint string, log *slog.Logger) (_ server.Tracer, stop func(), err error) {
+	if endpoint == "" {
+		return nil, func() {}, nil
+	}
+	e, err := spans.New(ctx, spans.Options{Endpoint: endpoint, Version: buildInfo().Version, Log: log})
+	if err != nil {
+		return nil, nil, usagef("--otlp-traces-endpoint %s: %w", endpoint, err)
+	}
+	return e, func() {
+		if err := e.Close(); err != nil {
+			log.Warn("the last traces of requests were not sent", "err", err)
+		}
+	}, nil
 }
 
 // reachable reports whether other machines may reach a listener.
