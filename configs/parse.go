@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"net"
+	"net/url"
 	"slices"
 	"strconv"
 	"strings"
@@ -106,13 +107,16 @@ func (h Harvest) ParseHeadroom() (Headroom, error) {
 	return Headroom{}, &SettingError{Key: "harvest-headroom", Value: h.Headroom, Want: "must be a size like 4GiB (G and GiB: 2^30 bytes, GB: 10^9) or a share like 5%"}
 }
 
+// SameAddress is the admin address of a server that has it on the address of the API.
+const SameAddress = "same"
+
 // ParseAdminAddress reads the setting admin-address: empty for none, and same for that of the
 // API. Errors are *SettingError.
 func (s Serve) ParseAdminAddress() (address string, same bool, err error) {
 	switch s.AdminAddress {
 	case "none":
 		return "", false, nil
-	case "same":
+	case SameAddress:
 		return "", true, nil
 	}
 	_, port, err := net.SplitHostPort(s.AdminAddress)
@@ -123,6 +127,15 @@ func (s Serve) ParseAdminAddress() (address string, same bool, err error) {
 		return "", false, &SettingError{Key: "admin-address", Value: s.AdminAddress, Want: "must be none, same, or a host and a port like 127.0.0.1:8001"}
 	}
 	return s.AdminAddress, false, nil
+}
+
+// validateOTLP checks the setting otlp-traces-endpoint.
+func (s *Serve) validateOTLP() error {
+	u, err := url.Parse(s.OTLPTracesEndpoint)
+	if s.OTLPTracesEndpoint != "" && (err != nil || u.Host == "" || u.Scheme != "http" && u.Scheme != "https") {
+		return &SettingError{Key: "otlp-traces-endpoint", Value: s.OTLPTracesEndpoint, Want: "must be a URL of http or https, as http://127.0.0.1:4318/v1/traces: spans are sent by OTLP over HTTP, not gRPC"}
+	}
+	return nil
 }
 
 // ClientLimits are the limits of one who borrows: its Weight among all, or its Quota in

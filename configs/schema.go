@@ -372,7 +372,11 @@ var Schema = []Key{
 	},
 	{
 		Name: "admin-address", Kind: String, Default: "none", Placeholder: "none|same|HOST:PORT", Rare: true, Commands: onServe,
-		Help: "address that also serves /harvest/reclaim, beside health, metrics and debug; same: that of the API",
+		Help: "address that also serves what acts on the server, such as /sleep and /admin/settings, beside health, metrics and debug; same: that of the API",
+	},
+	{
+		Name: "otlp-traces-endpoint", Kind: String, Default: "", Placeholder: "URL", Rare: true, Commands: onServe,
+		Help: "collector of OpenTelemetry that gets a span of each request, by OTLP over HTTP, as http://127.0.0.1:4318/v1/traces; none by default",
 	},
 	{
 		Name: "max-queued-requests", Kind: Int, Default: 256, Unit: "sequences", Min: 1, Max: 1 << 20, Commands: onServe,

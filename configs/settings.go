@@ -161,6 +161,7 @@ type Serve struct {
 	RequestTimeout           int    `mapstructure:"request-timeout"`
 	DrainTimeout             int    `mapstructure:"drain-timeout"`
 	AdminAddress             string `mapstructure:"admin-address"`
+	OTLPTracesEndpoint       string `mapstructure:"otlp-traces-endpoint"`
 	// TurnTime is in seconds.
 	TurnTime       float64 `mapstructure:"turn-time"`
 	MaxConnections int     `mapstructure:"max-connections"`
@@ -333,6 +334,9 @@ func (s Settings) Validate() error {
 		return err
 	}
 	if err := s.Serve.validateKey(); err != nil {
+		return err
+	}
+	if err := s.Serve.validateOTLP(); err != nil {
 		return err
 	}
 	if s.Bench.InputLen > 0 && s.Bench.DatasetPath != "" {

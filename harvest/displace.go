@@ -242,7 +242,7 @@ func (r *Runtime) Want(s device.Space, d Demand) error {
 }
 
 func (c *controller) want(p *peer, d Demand, now time.Duration) error {
-	if p.closedTo[d.Client] {
+	if p.closedTo[d.Client] || p.withdrawn {
 		return nil
 	}
 	p.refused, p.refusedAt = true, now

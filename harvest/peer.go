@@ -40,6 +40,8 @@ type peer struct {
 	// hold it.
 	closedTo map[string]bool
 	kept     map[string]int64
+	// withdrawn: nothing may be borrowed from it: see Runtime.Withdraw.
+	withdrawn bool
 	// refused: a request found no room on the peer, the last time at refusedAt.
 	refused   bool
 	refusedAt time.Duration
@@ -64,7 +66,7 @@ func (ps peers) find(op string, s device.Space) (*peer, error) {
 // total is the memory for clients: slabs in service, and borrowable memory.
 func (ps peers) total() (n int64) {
 	for _, p := range ps {
-		if p.health == nil {
+		if p.health == nil && !p.withdrawn {
 			n += p.serving + max(p.borrowable(), 0)
 		}
 	}
@@ -182,9 +184,10 @@ type slab struct {
 	emptySince time.Duration
 }
 
-// borrowable is what may still be allocated from the device; 0 without a valid reading.
+// borrowable is what may still be allocated from the device; 0 without a valid reading, and of a peer
+// that is withdrawn.
 func (p *peer) borrowable() int64 {
-	if p.stale != nil {
+	if p.stale != nil || p.withdrawn {
 		return 0
 	}
 	return p.free - p.headroom
@@ -238,6 +241,8 @@ func (p *peer) unusable(req Request) string {
 	switch _, path := p.paths[req.Hints.Reader]; {
 	case len(req.Hints.Peers) > 0 && !slices.Contains(req.Hints.Peers, p.space):
 		return "is not among the requested peers"
+	case p.withdrawn:
+		return "is withdrawn by the operator"
 	case p.closedTo[req.Hints.Client]:
 		return "is not lent to " + req.Hints.Client
 	case !path:

@@ -124,7 +124,7 @@ func (c *controller) revokeNeeded(now time.Duration) {
 		}
 		need := PeerNeed{
 			Space: p.space, Free: p.free, Draining: p.draining, Headroom: p.headroom, Unhealthy: p.health != nil,
-			Evacuate: c.policy.Evacuate(p.state(c.reader)), AboveShare: p.aboveShare(now),
+			Evacuate: p.withdrawn || c.policy.Evacuate(p.state(c.reader)), AboveShare: p.aboveShare(now),
 		}
 		if !need.mustRevoke() {
 			continue

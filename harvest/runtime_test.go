@@ -836,6 +836,9 @@ func TestModel(t *testing.T) {
 			now     time.Duration
 			serial  uint32
 			lost    bool
+			// What an operator has changed.
+			rooms     = map[device.Space]int64{peers12[0]: headroom, peers12[1]: headroom}
+			withdrawn = map[device.Space]bool{}
 		)
 		r, err := harvest.New(harvest.Options{
 			Machine: m, Peers: peers12, SlabBytes: slab, HeadroomBytes: headroom,
@@ -911,6 +914,9 @@ func TestModel(t *testing.T) {
 				o := &object{h: h}
 				if err := r.RegisterCallback(h, func(harvest.Revocation) { o.called++ }); err != nil {
 					t.Fatal(err)
+				}
+				if withdrawn[h.Region().Space] {
+					t.Fatalf("%v is on a peer that is withdrawn", h)
 				}
 				objects = append(objects, o)
 				serial++
@@ -1007,14 +1013,28 @@ func TestModel(t *testing.T) {
 					t.Fatal(err)
 				}
 			},
+			"set headroom": func(t *rapid.T) {
+				s := rapid.SampledFrom(peers12).Draw(t, "peer")
+				rooms[s] = rapid.Int64Range(0, hbm).Draw(t, "bytes")
+				if err := r.SetHeadroom(s, rooms[s]); err != nil {
+					t.Fatal(err)
+				}
+			},
+			"withdraw": func(t *rapid.T) {
+				s := rapid.SampledFrom(peers12).Draw(t, "peer")
+				withdrawn[s] = rapid.IntRange(0, 3).Draw(t, "away") == 3
+				if err := r.Withdraw(s, withdrawn[s]); err != nil {
+					t.Fatal(err)
+				}
+			},
 			"tick": func(t *rapid.T) {
 				now += time.Duration(rapid.IntRange(0, 2000).Draw(t, "us")) * time.Microsecond
 				if _, err := r.Tick(now); err != nil {
 					t.Fatal(err)
 				}
 				for _, p := range r.State().Peers {
-					if p.Free+p.Draining < headroom && p.Used+p.FreeInSlabs > 0 {
-						t.Fatalf("headroom is not met, and slabs are in service: %+v", p)
+					if (p.Free+p.Draining < rooms[p.Space] || withdrawn[p.Space]) && p.Used+p.FreeInSlabs > 0 {
+						t.Fatalf("headroom is not met, or the peer is withdrawn, and slabs are in service: %+v", p)
 					}
 				}
 			},

@@ -112,13 +112,16 @@ func (r *Runtime) Health() map[device.Space]error {
 
 // Room is how many more objects of that size the client could allocate on each peer,
 // regardless of its health: in free extents of slabs in service, including those that are
-// about to be freed, and in borrowable memory.
+// about to be freed, and in borrowable memory. Peers that are withdrawn are not in it.
 func (r *Runtime) Room(client string, bytes int64) map[device.Space]int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	owner, _ := r.control.slabsFor(client)
 	all := map[device.Space]int{}
 	for _, p := range r.control.peers {
+		if p.withdrawn {
+			continue
+		}
 		all[p.space] = p.room(client, owner, bytes, r.clock.now())
 	}
 	return all

@@ -134,6 +134,7 @@ type Node struct {
 	text     checkpoint.Text
 	machine  device.Machine
 	harvest  *harvest.Runtime       // nil without peers
+	lenders  map[int]device.Space   // peers of harvest, by the driver's numbers
 	relays   *relays                // nil where copies from the host go over one link
 	balance  *rebalancer.Rebalancer // nil where nothing can move
 	transfer *transfer.Engine

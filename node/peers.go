@@ -49,6 +49,7 @@ func (n *Node) openHarvest(u *setup) error {
 	if n.harvest, err = harvest.New(o); err != nil {
 		return fault.Of(fault.ErrDevice, err)
 	}
+	n.lenders = lendersOf(u)
 	n.started(n.closeHarvest)
 	if err := n.openRelays(u); err != nil {
 		return fault.Of(fault.ErrConfig, err)

@@ -236,6 +236,13 @@ func (r *Rebalancer) Resume() {
 	r.paused = false
 }
 
+// SetMigrationLimit changes CoreOptions.MigrationLimit.
+func (r *Rebalancer) SetMigrationLimit(bytesPerSecond float64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.core.o.MigrationLimit = bytesPerSecond
+}
+
 // Tick updates the rates and starts the moves that the limits allow. It does not wait for
 // them. Harvest's refusals (no room, quota, rate) are not errors; other errors end the
 // tick's moves.
@@ -359,7 +366,9 @@ func (r *Rebalancer) view(now time.Duration, readmit bool) View {
 	if r.o.Harvest != nil {
 		health, room = r.o.Harvest.Health(), r.o.Harvest.Room(experts.HarvestClient, r.o.Core.Bytes)
 		for _, p := range r.waiting {
-			room[p.room]--
+			if _, ok := room[p.room]; ok {
+				room[p.room]--
+			}
 		}
 	}
 	for _, l := range r.store.Links() {
@@ -368,7 +377,8 @@ func (r *Rebalancer) view(now time.Duration, readmit bool) View {
 			continue
 		}
 		unhealthy, ok := health[l.From]
-		if !ok {
+		free, lends := room[l.From]
+		if !ok || !lends {
 			continue
 		}
 		st := r.peers[l.From]
@@ -380,7 +390,7 @@ func (r *Rebalancer) view(now time.Duration, readmit bool) View {
 			unhealthy = r.readmit(st, l.From, unhealthy, now)
 		}
 		if unhealthy == nil {
-			v.Peers = append(v.Peers, Peer{Link: l, Free: room[l.From], NotBefore: st.notBefore})
+			v.Peers = append(v.Peers, Peer{Link: l, Free: free, NotBefore: st.notBefore})
 			if now < st.fullUntil {
 				v.Peers[len(v.Peers)-1].Free = 0
 			}

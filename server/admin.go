@@ -21,6 +21,7 @@ func (s *Server) addAdmin() {
 		"/sleep":              {http.MethodPost: route{handle: s.sleep}},
 		"/wake_up":            {http.MethodPost: route{handle: s.wakeUp}},
 		"/is_sleeping":        {http.MethodGet: route{handle: s.isSleeping}},
+		"/admin/settings":     {http.MethodGet: route{handle: s.settings}, http.MethodPatch: route{handle: s.changeSettings}},
 	}
 	s.admin = maps.Clone(acting)
 	for path, r := range s.routes {

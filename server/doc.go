@@ -2,7 +2,7 @@
 // completions, whole or as server-sent events, the list of models, and beside them
 // vLLM's tokenize and detokenize, health, load, version and Prometheus metrics, and, for
 // operators, /debug/residency and the stream of /debug/events, and on the admin address
-// what acts: sleep and wake, and the reset of caches. Several models can be served, each
+// what acts: sleep and wake, the reset of caches, and changes of settings. Several models can be served, each
 // found by its name.
 //
 // # What it is not

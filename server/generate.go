@@ -59,6 +59,7 @@ func (s *Server) generate(w *response, r *http.Request, m *Model, c *common, req
 		}
 		if len(jobs) > 0 {
 			l := summarize(logs)
+			l.model, l.params = m.Names[0], c.params
 			w.ran = &l
 		}
 	}()

@@ -20,6 +20,12 @@ type requestLog struct {
 	ttft, tpot time.Duration
 	// finish reasons of its samples, each once.
 	finish []string
+	// times of its samples together, and their number.
+	times   engine.Times
+	samples int
+	// model and parameters that it ran with.
+	model  string
+	params engine.Params
 }
 
 // jobLog is one of the engine's requests that an HTTP request made.
@@ -37,6 +43,8 @@ func summarize(jobs []jobLog) requestLog {
 	tokens := 0
 	for _, j := range jobs {
 		l.usage.add(j.usage)
+		l.samples += j.samples
+		addTimes(&l.times, j.times)
 		for _, f := range j.finish {
 			if reason := string(f); !slices.Contains(l.finish, reason) {
 				l.finish = append(l.finish, reason)

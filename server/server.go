@@ -103,6 +103,8 @@ type Options struct {
 	Version string
 	// Admin has the API's address serve what the admin address serves, too.
 	Admin bool
+	// Settings that can change, on the admin address; nil: none can.
+	Settings Settings
 	// APIKey that clients must send, as a bearer token or as X-API-Key, to all but health and
 	// metrics; empty: none.
 	APIKey string
@@ -134,6 +136,8 @@ type Options struct {
 	// ReadTimeout is the limit for a client to send its request, WriteTimeout to read a part of
 	// the response. Default: 30 s.
 	ReadTimeout, WriteTimeout time.Duration
+	// Tracer records requests that use a model; nil: none does.
+	Tracer Tracer
 	// Log gets what an operator can act on. Default: none.
 	Log *slog.Logger
 }
@@ -366,6 +370,7 @@ func (s *Server) serve(routes map[string]map[string]route, hw http.ResponseWrite
 			w.fail(&Error{Status: http.StatusInternalServerError, Type: serverError, Message: "internal error; the server's log has the cause"})
 		}
 		s.logRequest(w, r, time.Since(start))
+		s.trace(w, r, start)
 	}()
 	if err := s.dispatch(routes, w, r); err != nil {
 		e := asError(r.Context(), err, "")

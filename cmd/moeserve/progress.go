@@ -83,7 +83,7 @@ const (
 func (s *streams) notice(o *configs.Output, format string, args ...any) {
 	text := fmt.Sprintf(format, args...)
 	if o.LogFormat == configs.LogJSON {
-		newLogger(s.err, o).Warn(text)
+		newLogger(s.err, o, o.LogLevel.Level()).Warn(text)
 		return
 	}
 	fmt.Fprintf(s.err, "moeserve: %s\n", text) //nolint:errcheck // the result is written all the same
@@ -112,7 +112,7 @@ func (s *streams) progress(o *configs.Output, quiet bool) *progress {
 	display, terminal := s.err.(lineDisplay)
 	switch {
 	case o.LogFormat == configs.LogJSON:
-		p.log = newLogger(s.err, o)
+		p.log = newLogger(s.err, o, o.LogLevel.Level())
 	case terminal:
 		p.display = display
 	case o.LogLevel < configs.LogError:

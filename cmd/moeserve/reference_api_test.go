@@ -12,6 +12,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/server"
 )
 
@@ -101,6 +102,7 @@ var endpoints = map[string]string{
 	"/sleep":               "POST: puts the model to sleep: its GPU memory, and what it has borrowed of peers, is free for others. `?level=1` (the default): weights go to pinned host memory; `?level=2`: they are loaded again by the wake. `?mode=` says what becomes of running requests: `abort` (the default; they end with an error), `wait` (they finish first), `keep` (they go on after the wake). Requests that come later wait (vLLM); only on `--admin-address`",
 	"/wake_up":             "POST: wakes the model; with `?tags=weights` or `?tags=kv_cache` only that part of its memory, and requests run when all of it is awake (vLLM); only on `--admin-address`",
 	"/is_sleeping":         "GET: `{\"is_sleeping\": true}` while any of the model's memory is released (vLLM); only on `--admin-address`",
+	"/admin/settings":      "GET: the settings that can change while the server runs; PATCH: changes those in the body ([below](#settings-of-a-running-server)); only on `--admin-address`",
 	"/harvest/borrowed":    "GET: what is borrowed of each GPU; only on `--admin-address`",
 }
 
@@ -183,10 +185,38 @@ func TestReferenceAPI(t *testing.T) {
 		}
 		fmt.Fprintf(&b, "| `%s` | %s |\n", path, endpoints[path])
 	}
+	b.WriteString(liveReference(t))
 	b.WriteString("\n## Supported parameters\n\n| parameter | endpoint | what it does |\n|---|---|---|\n" + strings.Join(supported, "\n"))
 	b.WriteString("\n\n## Accepted and without effect\n\n| parameter | in | why |\n|---|---|---|\n" + strings.Join(unused, "\n"))
 	b.WriteString("\n\n## Unsupported\n\n| parameter | in | accepted | why all else is refused |\n|---|---|---|---|\n" + strings.Join(refused, "\n") + "\n")
 	reference(t, "api.md", "HTTP API", "those who write clients: endpoints, and the parameters that are supported, ignored and refused", b.String())
+}
+
+// liveEffects say what becomes of a setting that changes while the server runs.
+var liveEffects = map[string]string{
+	"harvest-headroom": "what is borrowed beyond it is revoked at once, as when other processes need the memory",
+	"migration-limit":  "holds for the next migrations",
+	"peers":            "of GPUs that are no longer in the list all is revoked, and nothing is borrowed; only GPUs that were peers at the start can be in it; `auto`: all of these",
+	"log-level":        "holds for the next message; `auto` is `info`",
+}
+
+// liveReference is about the settings that can change while a server runs.
+func liveReference(t *testing.T) string {
+	var b strings.Builder
+	b.WriteString("\n## Settings of a running server\n\n`PATCH /admin/settings` takes a JSON object of settings, named and written as flags are, such as `{\"peers\": \"1\", \"harvest-headroom\": \"8GiB\"}`. All are checked before any changes; one that is refused is named, with status 400, and none has changed. The answer, as that of GET, has all that can change, with their values now. Changes wait for each other, are logged, and end with the process. Requests run on, and get the same completions.\n\n| setting | what becomes of a change |\n|---|---|\n")
+	for _, key := range liveKeys() {
+		if liveEffects[key] == "" {
+			t.Errorf("liveEffects does not say what becomes of a change of %s", key)
+		}
+		fmt.Fprintf(&b, "| `%s` | %s |\n", key, liveEffects[key])
+	}
+	b.WriteString("\nOther settings are refused by name, with what to do:\n\n| setting | why |\n|---|---|\n")
+	for _, k := range configs.Schema {
+		if why := atStart[k.Name]; why != "" {
+			fmt.Fprintf(&b, "| `%s` | %s |\n", k.Name, why)
+		}
+	}
+	return b.String()
 }
 
 // serverNames reads from the server's source which members of a body it acts on, and which paths it

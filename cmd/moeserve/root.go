@@ -44,7 +44,7 @@ Exit codes: 0 done, 1 failed while running (inspect: the model does not fit),
 	root.Flags().Bool("version", false, "print what this binary was built from")
 	root.SetFlagErrorFunc(flagError)
 	root.SetHelpCommand(newHelp())
-	root.AddCommand(newRun(s), newChat(s), newServe(s), newInspect(s), newPlan(s), newBench(s), newReclaim(s), newConfig(s), newCollectEnv(s), newVersion(s), newCompletion(s))
+	root.AddCommand(newRun(s), newChat(s), newServe(s), newInspect(s), newPlan(s), newBench(s), newReclaim(s), newConfig(s), newCollectEnv(s), newVersion(s), newCompletion(s), newMan(s))
 	cobra.EnableCommandSorting = false
 	completeValues(root)
 	h := &helpPrinter{}

@@ -62,7 +62,7 @@ func TestDefaultSampling(t *testing.T) {
 		}
 		set.Output.LogLevel = configs.LogInfo
 		var log strings.Builder
-		got.log(newLogger(&log, &set.Output))
+		got.log(newLogger(&log, &set.Output, set.Output.LogLevel.Level()))
 		if fmt.Sprintf("%+v", got.params) != fmt.Sprintf("%+v", c.want) || got.maxTokens != c.maxTokens || !strings.Contains(log.String(), c.logged) || c.logged == "" != (log.Len() == 0) {
 			t.Errorf("%v: %+v, %d tokens, logged %q", c.flags, got.params, got.maxTokens, log.String())
 		}

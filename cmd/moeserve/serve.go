@@ -24,6 +24,7 @@ import (
 	"github.com/moeserve/moeserve/node/observe"
 	"github.com/moeserve/moeserve/node/sleeping"
 	"github.com/moeserve/moeserve/server"
+	"github.com/moeserve/moeserve/server/spans"
 )
 
 func newServe(s *streams) *cobra.Command {
@@ -97,32 +98,24 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 	if err != nil {
 		return err
 	}
-	address := net.JoinHostPort(set.Serve.Host, strconv.Itoa(set.Serve.Port))
-	listener, err := new(net.ListenConfig).Listen(ctx, "tcp", address)
-	if err != nil {
-		return usagef("cannot serve on %s: %w; choose another --host or --port", address, err)
-	}
-	adminAddress, adminSame, err := set.Serve.ParseAdminAddress()
-	if err != nil {
-		return err
-	}
-	var admin net.Listener
-	if adminAddress != "" {
-		if admin, err = new(net.ListenConfig).Listen(ctx, "tcp", adminAddress); err != nil {
-			return errors.Join(usagef("cannot serve on %s: %w; choose another --admin-address", adminAddress, err), listener.Close())
-		}
-	}
 	if set.Output.LogLevel == configs.LogAuto {
 		set.Output.LogLevel = configs.LogInfo
 	}
-	log := set.logger(s.err)
-	for _, l := range []net.Listener{listener, admin} {
-		if l == nil {
-			continue
-		}
-		if a, ok := l.Addr().(*net.TCPAddr); ok && !a.IP.IsLoopback() && set.Serve.APIKey == "" {
-			log.Warn("listening on a non-loopback address without authentication; set MOESERVE_API_KEY", "address", l.Addr().String())
-		}
+	level := new(slog.LevelVar)
+	level.Set(set.Output.LogLevel.Level())
+	log := newLogger(s.err, &set.Output, level)
+	settings := newLive(&set.Settings, level, log)
+	tracer, closeTracer, err := newTracer(ctx, set.Serve.OTLPTracesEndpoint, log)
+	if err != nil {
+		return err
+	}
+	defer closeTracer()
+	listener, admin, err := listen(ctx, &set.Serve)
+	if err != nil {
+		return err
+	}
+	if set.Serve.APIKey == "" && reachable(listener) {
+		log.Warn("listening on a non-loopback address without authentication; set MOESERVE_API_KEY", "address", listener.Addr().String())
 	}
 	sequences := set.Batch.MaxNumSeqs
 	if k, ok := configs.Find("max-num-seqs"); ok && set.Plan.Policy != configs.NoPolicy && !set.given(k.Name) {
@@ -134,13 +127,14 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 		Metrics: metrics, Events: events, Version: buildInfo().Version, APIKey: set.Serve.APIKey,
 		CORS:            server.CORS{Origins: cors.Origins, Methods: cors.Methods, Headers: cors.Headers, Credentials: set.Serve.AllowCredentials},
 		MaxRequestBytes: int64(set.Serve.MaxRequestBytes), MaxSamples: set.Serve.MaxQueuedRequests,
-		Admin: adminSame,
+		Admin: set.Serve.AdminAddress == configs.SameAddress, Settings: settings,
 		// The engine's queue is what fills up; this only bounds the bodies in memory.
 		MaxConcurrent:  sequences + set.Serve.MaxQueuedRequests + spareRequests,
 		RequestTimeout: time.Duration(set.Serve.RequestTimeout) * time.Second,
 		DrainTimeout:   time.Duration(set.Serve.DrainTimeout) * time.Second,
 		MaxConnections: maxConnections(set.Serve.MaxConnections, sequences+set.Serve.MaxQueuedRequests+spareRequests, log),
 		TLS:            encryption,
+		Tracer:         tracer,
 		Log:            log,
 	})
 	serving, stopServing := context.WithCancel(ctx)
@@ -175,6 +169,7 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 	if err != nil {
 		return err
 	}
+	settings.serving(all)
 	srv.SetModels(models(all, runner)...)
 	for _, m := range slices.Backward(all) {
 		m.defaults.log(log)
@@ -208,6 +203,55 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 	stopRunning()
 	logging.Wait()
 	return errors.Join(<-ran, err)
+}
+
+// listen opens the address of the API and, where it is another one, the admin address.
+func listen(ctx context.Context, s *configs.Serve) (api, admin net.Listener, err error) {
+	adminAddress, same, err := s.ParseAdminAddress()
+	if err != nil {
+		return nil, nil, err
+	}
+	address := net.JoinHostPort(s.Host, strconv.Itoa(s.Port))
+	if api, err = new(net.ListenConfig).Listen(ctx, "tcp", address); err != nil {
+		return nil, nil, usagef("cannot serve on %s: %w; choose another --host or --port", address, err)
+	}
+	administers := api
+	if adminAddress != "" {
+		if admin, err = new(net.ListenConfig).Listen(ctx, "tcp", adminAddress); err != nil {
+			return nil, nil, errors.Join(usagef("cannot serve on %s: %w; choose another --admin-address", adminAddress, err), api.Close())
+		}
+		administers = admin
+	}
+	if (same || admin != nil) && s.APIKey == "" && reachable(administers) {
+		err := usagef("all that reach %s could change settings and put the model to sleep by --admin-address; set MOESERVE_API_KEY, or use a loopback address such as 127.0.0.1:8001", administers.Addr())
+		if admin != nil {
+			err = errors.Join(err, admin.Close())
+		}
+		return nil, nil, errors.Join(err, api.Close())
+	}
+	return api, admin, nil
+}
+
+// newTracer exports spans of requests to a collector; nil where there is none. The caller calls stop.
+func newTracer(ctx context.Context, endpoint string, log *slog.Logger) (_ server.Tracer, stop func(), err error) {
+	if endpoint == "" {
+		return nil, func() {}, nil
+	}
+	e, err := spans.New(ctx, spans.Options{Endpoint: endpoint, Version: buildInfo().Version, Log: log})
+	if err != nil {
+		return nil, nil, usagef("--otlp-traces-endpoint %s: %w", endpoint, err)
+	}
+	return e, func() {
+		if err := e.Close(); err != nil {
+			log.Warn("the last traces of requests were not sent", "err", err)
+		}
+	}, nil
+}
+
+// reachable reports whether other machines may reach a listener.
+func reachable(l net.Listener) bool {
+	a, ok := l.Addr().(*net.TCPAddr)
+	return ok && !a.IP.IsLoopback()
 }
 
 // endWaiting has the requests of a model end that sleeps when ctx is done: they would hold up the end

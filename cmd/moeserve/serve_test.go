@@ -165,7 +165,13 @@ func TestServe(t *testing.T) {
 // get is what a GET of a path answers.
 func (p *process) get(t *testing.T, path string) string {
 	t.Helper()
-	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, p.url+path, http.NoBody)
+	return p.getFrom(t, p.url, path)
+}
+
+// getFrom is what a GET of a path of an address answers.
+func (*process) getFrom(t *testing.T, url, path string) string {
+	t.Helper()
+	r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, url+path, http.NoBody)
 	if err != nil {
 		t.Fatal(err)
 	}

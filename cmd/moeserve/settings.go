@@ -410,10 +410,12 @@ func parseFile(data []byte) (map[string]any, error) {
 }
 
 // logger logs what the settings ask for.
-func (s *settings) logger(out io.Writer) *slog.Logger { return newLogger(out, &s.Output) }
+func (s *settings) logger(out io.Writer) *slog.Logger {
+	return newLogger(out, &s.Output, s.Output.LogLevel.Level())
+}
 
-func newLogger(out io.Writer, settings *configs.Output) *slog.Logger {
-	o := &slog.HandlerOptions{Level: settings.LogLevel.Level(), ReplaceAttr: bounded}
+func newLogger(out io.Writer, settings *configs.Output, level slog.Leveler) *slog.Logger {
+	o := &slog.HandlerOptions{Level: level, ReplaceAttr: bounded}
 	if settings.LogFormat == configs.LogJSON {
 		return slog.New(slog.NewJSONHandler(out, o))
 	}

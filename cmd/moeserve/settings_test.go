@@ -57,6 +57,8 @@ func others(k configs.Key) [3]string {
 		return [3]string{"0", "1GiB", "7%"}
 	case k.Name == "admin-address":
 		return [3]string{"same", "127.0.0.1:1", "127.0.0.1:2"}
+	case k.Name == "otlp-traces-endpoint":
+		return [3]string{"http://a:4318", "https://b/v1/traces", "http://[::1]:4318/"}
 	case k.Name == "harvest-clients":
 		return [3]string{"experts=weight:2", "experts=quota:1GiB", "kv=rate:1GiB/s"}
 	case k.Name == "harvest-slab-size":

@@ -155,7 +155,7 @@ func (c Client) processes() ([]process, error) {
 	}
 	var all []process
 	for _, f := range files {
-		if f.Type() != os.ModeSocket || !strings.HasSuffix(f.Name(), ".sock") {
+		if f.Type() != os.ModeSocket || !strings.HasSuffix(f.Name(), suffix) {
 			continue
 		}
 		path := filepath.Join(c.Dir, f.Name())

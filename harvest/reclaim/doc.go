@@ -33,7 +33,8 @@
 //
 //   - Each answer comes within the request's time, or a little later; what is released later
 //     than that is not in it.
-//   - Sockets of processes that have ended are skipped.
+//   - Sockets of processes that have ended are skipped, and removed by the next process of the same
+//     user.
 //   - The default directory is used only if it belongs to this user, and nobody else may
 //     write to it.
 package reclaim

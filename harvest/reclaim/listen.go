@@ -12,6 +12,8 @@ import (
 	"os"
 	"path/filepath"
 	"strconv"
+	"strings"
+	"syscall"
 	"time"
 )
 
@@ -61,8 +63,12 @@ type Listener struct {
 	served chan error
 }
 
+// suffix of the names of sockets.
+const suffix = ".sock"
+
 // Listen listens on a socket of this process in dir. The default directory is made, and its
-// sockets are this user's; those in another directory are for all that may enter it.
+// sockets are this user's; those in another directory are for all that may enter it. Sockets of this
+// user's processes that were killed are removed.
 func Listen(dir string, h http.Handler, log *slog.Logger) (*Listener, error) {
 	if err := makeDir(dir); err != nil {
 		return nil, fmt.Errorf("reclaim: %w", err)
@@ -70,8 +76,11 @@ func Listen(dir string, h http.Handler, log *slog.Logger) (*Listener, error) {
 	// Containers may share the directory and not the numbers of processes.
 	var unique [3]byte
 	rand.Read(unique[:]) //nolint:errcheck // never fails
-	path := filepath.Join(dir, fmt.Sprintf("%d-%s.sock", os.Getpid(), hex.EncodeToString(unique[:])))
-	at, err := new(net.ListenConfig).Listen(context.Background(), "unix", path)
+	name := fmt.Sprintf("%d-%s", os.Getpid(), hex.EncodeToString(unique[:]))
+	// It has the name of a socket once it listens: who finds one that refuses connections knows that
+	// its process has ended.
+	path, begun := filepath.Join(dir, name+suffix), filepath.Join(dir, name+".new")
+	at, err := listenAt(begun)
 	if err != nil {
 		return nil, fmt.Errorf("reclaim: listen to neighbors: %w; set --runtime-dir", err)
 	}
@@ -79,15 +88,49 @@ func Listen(dir string, h http.Handler, log *slog.Logger) (*Listener, error) {
 	if dir != Dir() {
 		mode = 0o666
 	}
-	if err := os.Chmod(path, mode); err != nil {
-		return nil, errors.Join(fmt.Errorf("reclaim: %w", err), at.Close())
+	if err := errors.Join(os.Chmod(begun, mode), os.Rename(begun, path)); err != nil {
+		return nil, errors.Join(fmt.Errorf("reclaim: %w", err), at.Close(), os.Remove(begun))
 	}
+	removeDead(dir, log)
 	l := &Listener{path: path, served: make(chan error, 1), server: &http.Server{
 		Handler: h, ReadTimeout: 10 * time.Second, IdleTimeout: 10 * time.Second, MaxHeaderBytes: maxBody,
 		ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug),
 	}}
 	go func() { l.served <- l.server.Serve(at) }()
 	return l, nil
+}
+
+// listenAt listens on a socket, whose file its closing leaves.
+func listenAt(path string) (net.Listener, error) {
+	at, err := new(net.ListenConfig).Listen(context.Background(), "unix", path)
+	if u, ok := at.(*net.UnixListener); ok {
+		u.SetUnlinkOnClose(false)
+	}
+	return at, err
+}
+
+// removeDead removes the sockets in dir of this user's processes that have ended without closing
+// them. Others are skipped by who asks.
+func removeDead(dir string, log *slog.Logger) {
+	files, err := os.ReadDir(dir)
+	if err != nil {
+		return // who may not list a directory that others share leaves what is there
+	}
+	for _, f := range files {
+		i, err := f.Info()
+		if err != nil || f.Type() != os.ModeSocket || !strings.HasSuffix(f.Name(), suffix) || !ours(i) {
+			continue
+		}
+		path := filepath.Join(dir, f.Name())
+		c, err := new(net.Dialer).DialContext(context.Background(), "unix", path)
+		if err == nil {
+			_ = c.Close()
+			continue
+		}
+		if errors.Is(err, syscall.ECONNREFUSED) && os.Remove(path) == nil {
+			log.Debug("socket of a process that was killed removed", "socket", path)
+		}
+	}
 }
 
 // Path of the socket.
@@ -98,6 +141,9 @@ func (l *Listener) Close() error {
 	err := l.server.Close()
 	if served := <-l.served; !errors.Is(served, http.ErrServerClosed) {
 		err = errors.Join(err, served)
+	}
+	if gone := os.Remove(l.path); !errors.Is(gone, os.ErrNotExist) {
+		err = errors.Join(err, gone)
 	}
 	return err
 }
