@@ -20,6 +20,7 @@ type Job struct {
 	err     error
 	usage   Usage
 	times   Times
+	prompt  []PromptLogProb
 }
 
 // pendingUpdate is a buffered Update. Its token becomes a slice only when it is read, so
@@ -101,6 +102,20 @@ func (j *Job) Times() Times {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	return j.times
+}
+
+// PromptLogProbs are those of the prompt's tokens but the first, in order, where the request asks for
+// them. They are complete before the first update, and the caller does not change them.
+func (j *Job) PromptLogProbs() []PromptLogProb {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.prompt
+}
+
+func (j *Job) setPromptLogProbs(list []PromptLogProb) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.prompt = list
 }
 
 // failure is the error with which the job has ended; nil for another end, or none.
