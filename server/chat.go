@@ -46,6 +46,7 @@ type conversation struct {
 func (m *Model) parseChat(ctx context.Context, o *object) (*chatRequest, error) {
 	r := &chatRequest{common: parseCommon(o, m)}
 	parseMaxTokens(o, &r.common, "max_completion_tokens") // the newer name goes first
+	r.someTokens(o)
 	o.flag("logprobs", &r.params.LogProbs)
 	if o.integer("top_logprobs", &r.params.TopLogProbs) && r.params.TopLogProbs != 0 && !r.params.LogProbs {
 		o.fail("top_logprobs", "invalid_value", "Invalid value for 'top_logprobs': it needs 'logprobs' to be true.")

@@ -8,9 +8,10 @@ import (
 // chatCompletion is a whole response of /v1/chat/completions.
 type chatCompletion struct {
 	completionHead
-	Choices        []chatChoice `json:"choices"`
-	Usage          *usage       `json:"usage"`
-	PromptTokenIDs []int32      `json:"prompt_token_ids,omitempty"`
+	Choices        []chatChoice       `json:"choices"`
+	Usage          *usage             `json:"usage"`
+	PromptTokenIDs []int32            `json:"prompt_token_ids,omitempty"`
+	PromptLogProbs []positionLogProbs `json:"prompt_logprobs,omitempty"`
 }
 
 type chatChoice struct {
@@ -183,7 +184,7 @@ func (a *chatResponse) promptIDs() []int32 {
 }
 
 func (a *chatResponse) whole(choices []engine.Update, u *usage) any {
-	c := chatCompletion{completionHead: a.head, Usage: u, PromptTokenIDs: a.promptIDs(), Choices: make([]chatChoice, len(choices))}
+	c := chatCompletion{completionHead: a.head, Usage: u, PromptTokenIDs: a.promptIDs(), PromptLogProbs: a.req.promptPositions(a.text, 0, a.req.prompt), Choices: make([]chatChoice, len(choices))}
 	for i, u := range choices {
 		p := a.parser()
 		content, reasoning, calls := a.message(append(p.Push(u.Text), p.End()...))

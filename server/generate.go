@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"strings"
 	"sync"
+	"unicode/utf8"
 
 	"github.com/moeserve/moeserve/engine"
 )
@@ -69,6 +70,7 @@ func (s *Server) generate(w *response, r *http.Request, m *Model, c *common, req
 		}
 		jobs = append(jobs, m.Metrics.read(job, req.Params))
 	}
+	c.promptTokens = make([][]engine.PromptLogProb, len(jobs))
 	if c.stream {
 		return s.stream(ctx, w, c, jobs, a)
 	}
@@ -88,6 +90,7 @@ func (s *Server) generate(w *response, r *http.Request, m *Model, c *common, req
 			choices[at].Tokens = append(choices[at].Tokens, u.Tokens...)
 			choices[at].Finish = u.Finish
 		}
+		c.promptTokens[i] = j.job.PromptLogProbs()
 	}
 	for i := range choices {
 		choices[i].Text = texts[i].String()
@@ -104,6 +107,7 @@ func (s *Server) stream(ctx context.Context, w *response, c *common, jobs []*rea
 		at := job*c.params.N + u.Sample
 		first := !seen[at]
 		seen[at] = true
+		c.promptTokens[job] = jobs[job].job.PromptLogProbs()
 		if c.usageSoFar {
 			c.sent.PromptTokensDetails = total(jobs).PromptTokensDetails
 		}
@@ -278,6 +282,20 @@ func (t *tokenTexts) shown(id int32) (string, int) {
 		return b.String(), n
 	}
 	return text, n
+}
+
+// offsets are where the text of each of a prompt's tokens begins in the prompt's text, in characters.
+func (t *tokenTexts) offsets(ids []int32) []int {
+	all := make([]int, len(ids))
+	if t.m.Tokenizer == nil {
+		return all
+	}
+	stream, at := t.m.Tokenizer.NewStream(true), 0
+	for i, id := range ids {
+		all[i] = at
+		at += utf8.RuneCountInString(stream.Push(id))
+	}
+	return all
 }
 
 // bytes of a token's text; nil where they are not known.

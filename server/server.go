@@ -55,6 +55,8 @@ type Model struct {
 	Engine    Engine
 	Tokenizer tokenizer.Tokenizer // nil: prompts are token ids
 	Template  Template            // nil: there are no chats
+	// TokenizerConfig is the checkpoint's tokenizer_config.json; nil without one.
+	TokenizerConfig []byte
 	// MaxModelLen is the maximum of prompt and completion tokens together.
 	MaxModelLen int
 	// Vocab is the number of token ids, which bounds lists of them. 0: not known.
@@ -224,6 +226,7 @@ func New(o Options) *Server {
 		"/v1/chat/completions": work(s.chat),
 		"/tokenize":            work(s.tokenize),
 		"/detokenize":          work(s.detokenize),
+		"/tokenizer_info":      get(route{handle: s.tokenizerInfo}),
 		"/v1/models":           get(route{handle: s.models}),
 		modelPrefix:            get(route{handle: s.modelByName}),
 		"/":                    get(route{handle: s.index, open: true}),

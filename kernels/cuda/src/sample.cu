@@ -513,7 +513,8 @@ KERNEL(row_threads, 1) log_probs(const log_probs_args a) {
     each(t, m, [&](int, float v) { rank += v >= own; });
     if (threadIdx.x == 0) m.count = 0;
     __syncthreads();
-    rank = __reduce_add_sync(all_lanes, rank);
+#pragma unroll
+    for (int i = 16; i > 0; i >>= 1) rank += __shfl_xor_sync(all_lanes, rank, i);
     if (threadIdx.x % 32 == 0) atomicAdd(&m.count, rank);
     __syncthreads();
     if (threadIdx.x == 0) ((int *)a.ranks)[row] = m.count;
