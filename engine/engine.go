@@ -927,6 +927,9 @@ func (d *delivery) write() (found bool) {
 		rest, found = w.flush()
 		d.text += rest
 	}
+	if found {
+		d.stopped = w.matched
+	}
 	return found
 }
 

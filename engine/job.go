@@ -31,12 +31,13 @@ type pendingUpdate struct {
 	token    Token
 	text     string
 	finish   FinishReason
+	stopped  string // by this stop string
 	at       time.Time
 }
 
 // update converts n for a reader; buf is the memory of its Tokens, if not nil.
 func (n *pendingUpdate) update(buf []Token) Update {
-	u := Update{Sample: n.sample, Text: n.text, Finish: n.finish}
+	u := Update{Sample: n.sample, Text: n.text, Finish: n.finish, StopString: n.stopped}
 	if n.hasToken {
 		u.Tokens, u.At = append(buf[:0], n.token), n.at
 	}
@@ -202,6 +203,6 @@ func (j *Job) Wait(ctx context.Context) ([]Update, error) {
 		s := &samples[u.Sample]
 		s.Tokens = append(s.Tokens, u.Tokens...)
 		s.Text += u.Text
-		s.Finish = u.Finish
+		s.Finish, s.StopString = u.Finish, u.StopString
 	}
 }

@@ -247,8 +247,9 @@ type Update struct {
 	// Text that is final. It may lag behind the tokens, until characters are complete
 	// and no stop string can begin in it.
 	Text string
-	// Finish is set in a sample's last update.
-	Finish FinishReason
+	// Finish is set in a sample's last update, and StopString if that ended the sample.
+	Finish     FinishReason
+	StopString string
 	// At is when the tokens were sampled.
 	At time.Time
 }

@@ -281,8 +281,10 @@ func (a *completionResponse) chunks(index int, first bool, u *engine.Update) []a
 	return []any{completion{completionHead: a.head, Choices: []completionChoice{c}, Usage: a.req.chunkUsage(len(u.Tokens))}}
 }
 
-func (a *completionResponse) last(u *usage) any {
-	return completion{completionHead: a.head, Choices: []completionChoice{}, Usage: u}
+func (a *completionResponse) finished(u *usage) []any {
+	return a.req.endOfStream(completion{completionHead: a.head, Choices: []completionChoice{}, Usage: u})
 }
+
+func (a *completionResponse) failed(e *Error) []any { return []any{e.body(), streamEnd{}} }
 
 func (a *completionResponse) promptParam() string { return "prompt" }

@@ -12,6 +12,9 @@ const (
 	inBody         = "body"
 	inCompletion   = "/v1/completions"
 	inChat         = "/v1/chat/completions"
+	inMessages     = "/v1/messages"
+	inResponses    = "/v1/responses"
+	inText         = "text of /v1/responses"
 	inConversation = "a conversation" // of chats and of /tokenize
 	inStream       = "stream_options"
 	inMessage      = "messages[]"
@@ -78,6 +81,31 @@ var members = slices.Concat(
 	refused(inConversation, "chat_template", "chats go through the model's own template"),
 	refused(inConversation, "continue_final_message", "a completion is a new message", "false"),
 	refused(inConversation, "documents", "put them into a message", "[]"),
+
+	ignored(inMessages, "about the client, not the completion", "metadata"),
+	ignored(inMessages, "every prefix is cached", "cache_control"),
+	refused(inMessages, "service_tier", "there is one tier", `"auto"`, `"standard_only"`),
+	refused(inMessages, "output_format", "completions are not constrained"),
+	refused(inMessages, "container", "this server runs nothing"),
+	refused(inMessages, "mcp_servers", "this server connects to none", "[]"),
+	refused(inMessages, "context_management", "a request has all of its conversation"),
+	refused(inMessages, "inference_geo", "the model runs where this server is"),
+	refused(inMessages, "speed", "there is one speed", `"standard"`),
+
+	ignored(inResponses, "about the client, not the completion", "user", "safety_identifier"),
+	ignored(inResponses, "nothing is stored, and responses say so", "store"),
+	ignored(inResponses, "prefixes are cached by their content; cache_salt keeps users apart", "prompt_cache_key"),
+	ignored(inResponses, "cached prefixes stay until their place is needed", "prompt_cache_retention"),
+	refused(inResponses, "service_tier", "there is one tier", `"auto"`, `"default"`),
+	refused(inResponses, "previous_response_id", "nothing is stored: send the conversation as input"),
+	refused(inResponses, "conversation", "nothing is stored: send the conversation as input"),
+	refused(inResponses, "prompt", "nothing is stored: send the prompt as instructions and input"),
+	refused(inResponses, "background", "nothing is stored that could be asked for later", "false"),
+	refused(inResponses, "truncation", "conversations are not shortened", `"disabled"`),
+	refused(inResponses, "context_management", "conversations are not shortened", "[]"),
+	refused(inResponses, "max_tool_calls", "this server runs no tools"),
+	refused(inResponses, "top_logprobs", "log-probabilities are those of /v1/chat/completions", "0"),
+	refused(inText, "verbosity", "ask for it in a message", `"medium"`),
 
 	ignored(inStream, "chunks are not padded", "include_obfuscation"),
 

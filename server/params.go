@@ -54,25 +54,10 @@ func parseCommon(o *object, m *Model) common {
 	c := common{params: m.Defaults}
 	p := &c.params
 	o.settle(inBody)
-	o.text("model", &c.model)
-	o.text("request_id", &c.requestID)
-	parseCacheSalt(o, &c)
-	o.integer("priority", &c.priority)
+	parseIdentity(o, &c)
 	parseMaxTokens(o, &c, "max_tokens")
 	o.integer("min_tokens", &p.MinTokens)
-	o.number("temperature", &p.Temperature)
-	o.number("top_p", &p.TopP)
-	if o.integer("top_k", &p.TopK) && p.TopK == -1 {
-		p.TopK = 0 // vLLM's word for all
-	}
-	o.number("min_p", &p.MinP)
-	o.number("repetition_penalty", &p.RepetitionPenalty)
-	o.number("presence_penalty", &p.PresencePenalty)
-	o.number("frequency_penalty", &p.FrequencyPenalty)
-	p.Seed = rand.Uint64()
-	if seed, ok := o.int64("seed"); ok {
-		p.Seed = uint64(seed)
-	}
+	parseSampling(o, p)
 	if o.integer("n", &p.N) && (p.N < 1 || p.N > engine.MaxN) {
 		o.fail("n", "invalid_value", "Invalid value for 'n': it must be from 1 to %d, and is %d.", engine.MaxN, p.N)
 	}
@@ -92,6 +77,31 @@ func parseCommon(o *object, m *Model) common {
 	parseAllowedIDs(o, p, m.vocab())
 	parseResponseFormat(o)
 	return c
+}
+
+// parseIdentity parses for which model a request is, and how it stands to others.
+func parseIdentity(o *object, c *common) {
+	o.text("model", &c.model)
+	o.text("request_id", &c.requestID)
+	parseCacheSalt(o, c)
+	o.integer("priority", &c.priority)
+}
+
+// parseSampling parses how tokens are sampled.
+func parseSampling(o *object, p *engine.Params) {
+	o.number("temperature", &p.Temperature)
+	o.number("top_p", &p.TopP)
+	if o.integer("top_k", &p.TopK) && p.TopK == -1 {
+		p.TopK = 0 // vLLM's word for all
+	}
+	o.number("min_p", &p.MinP)
+	o.number("repetition_penalty", &p.RepetitionPenalty)
+	o.number("presence_penalty", &p.PresencePenalty)
+	o.number("frequency_penalty", &p.FrequencyPenalty)
+	p.Seed = rand.Uint64()
+	if seed, ok := o.int64("seed"); ok {
+		p.Seed = uint64(seed)
+	}
 }
 
 // parseCacheSalt parses cache_salt. An empty one is an error, as with vLLM: who sends it expects to
