@@ -14,7 +14,7 @@ const (
 	inChat         = "/v1/chat/completions"
 	inMessages     = "/v1/messages"
 	inResponses    = "/v1/responses"
-	inText         = "text of /v1/responses"
+	inText         = "`text` of responses"
 	inConversation = "a conversation" // of chats and of /tokenize
 	inStream       = "stream_options"
 	inMessage      = "messages[]"
@@ -84,11 +84,11 @@ var members = slices.Concat(
 
 	ignored(inMessages, "about the client, not the completion", "metadata"),
 	ignored(inMessages, "every prefix is cached", "cache_control"),
+	ignored(inMessages, "conversations are not shortened", "context_management"),
 	refused(inMessages, "service_tier", "there is one tier", `"auto"`, `"standard_only"`),
 	refused(inMessages, "output_format", "completions are not constrained"),
 	refused(inMessages, "container", "this server runs nothing"),
 	refused(inMessages, "mcp_servers", "this server connects to none", "[]"),
-	refused(inMessages, "context_management", "a request has all of its conversation"),
 	refused(inMessages, "inference_geo", "the model runs where this server is"),
 	refused(inMessages, "speed", "there is one speed", `"standard"`),
 
