@@ -57,11 +57,10 @@ func parseCommon(o *object, m *Model) common {
 	parseIdentity(o, &c)
 	parseMaxTokens(o, &c, "max_tokens")
 	o.integer("min_tokens", &p.MinTokens)
-	parseSampling(o, p)
+	parseSampling(o, p, m.vocab())
 	if o.integer("n", &p.N) && (p.N < 1 || p.N > engine.MaxN) {
 		o.fail("n", "invalid_value", "Invalid value for 'n': it must be from 1 to %d, and is %d.", engine.MaxN, p.N)
 	}
-	parseLogitBias(o, p, m.vocab())
 	parseStop(o, p)
 	o.ids("stop_token_ids", &p.StopIDs, m.vocab())
 	o.flag("include_stop_str_in_output", &p.IncludeStop)
@@ -88,7 +87,7 @@ func parseIdentity(o *object, c *common) {
 }
 
 // parseSampling parses how tokens are sampled.
-func parseSampling(o *object, p *engine.Params) {
+func parseSampling(o *object, p *engine.Params, vocab int) {
 	o.number("temperature", &p.Temperature)
 	o.number("top_p", &p.TopP)
 	if o.integer("top_k", &p.TopK) && p.TopK == -1 {
@@ -102,6 +101,7 @@ func parseSampling(o *object, p *engine.Params) {
 	if seed, ok := o.int64("seed"); ok {
 		p.Seed = uint64(seed)
 	}
+	parseLogitBias(o, p, vocab)
 }
 
 // parseCacheSalt parses cache_salt. An empty one is an error, as with vLLM: who sends it expects to

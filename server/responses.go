@@ -49,7 +49,7 @@ func (m *Model) parseResponses(o *object) (*responseRequest, error) {
 	r.echo = responseEcho{Metadata: json.RawMessage("{}"), Parallel: true, ToolChoice: jsonString("auto"), Tools: json.RawMessage("[]")}
 	r.echo.Text.Format.Type = "text"
 	parseIdentity(o, &r.common)
-	parseSampling(o, &r.params)
+	parseSampling(o, &r.params, m.vocab())
 	r.echo.Temperature, r.echo.TopP = r.params.Temperature, r.params.TopP
 	parseMaxTokens(o, &r.common, "max_output_tokens")
 	if r.someTokens(o); r.maxTokens > 0 {
