@@ -12,18 +12,31 @@ import (
 // requestAdjustments are what the samples of a request begin with. It is made once, outside the
 // engine's goroutine, as its lists may be as long as the vocabulary, and is immutable.
 type requestAdjustments struct {
-	p    *Params
-	list []pipeline.TokenAdjust // by id
-	stop []int32                // sorted, each once
-	bans bool                   // stop ids are banned until MinTokens
+	p       *Params
+	list    []pipeline.TokenAdjust // by id
+	stop    []int32                // sorted, each once
+	never   []int32                // likewise: ids that are not sampled at all
+	phrases [][]int32              // bad words of several tokens
+	bans    bool                   // stop ids are banned until MinTokens
 }
 
 // banned is the bias that bans a token.
 const banned = -100
 
 // newAdjustments returns those of a request; stop are the model's ids besides the request's.
-func newAdjustments(p *Params, prompt, stop []int32) *requestAdjustments {
+func newAdjustments(p *Params, prompt, stop []int32, vocab int) *requestAdjustments {
 	a := &requestAdjustments{p: p, stop: sortedIDs(p.StopIDs, stop)}
+	for _, w := range p.BadWords {
+		if len(w) == 1 {
+			a.never = append(a.never, w[0])
+		} else {
+			a.phrases = append(a.phrases, w)
+		}
+	}
+	if len(p.AllowedIDs) > 0 {
+		a.never = append(a.never, others(sortedIDs(p.AllowedIDs), vocab)...)
+	}
+	a.never = sortedIDs(a.never)
 	a.bans = p.MinTokens > 0 && len(a.stop) > 0
 	var seen, banned []int32
 	if p.RepetitionPenalty != 1 {
@@ -32,10 +45,10 @@ func newAdjustments(p *Params, prompt, stop []int32) *requestAdjustments {
 	if a.bans {
 		banned = a.stop
 	}
-	ids := sortedIDs(seen, banned, slices.Collect(maps.Keys(p.LogitBias)))
+	ids := sortedIDs(seen, banned, a.never, slices.Collect(maps.Keys(p.LogitBias)))
 	a.list = make([]pipeline.TokenAdjust, len(ids))
 	for i, id := range ids {
-		a.list[i] = pipeline.TokenAdjust{ID: id, Seen: -1, Bias: bias(p.LogitBias[id])}
+		a.list[i] = pipeline.TokenAdjust{ID: id, Seen: -1, Bias: a.bias(id)}
 		if len(seen) > 0 && seen[0] == id {
 			a.list[i].Seen, seen = 0, seen[1:]
 		}
@@ -53,8 +66,23 @@ func sortedIDs(lists ...[]int32) []int32 {
 	return slices.Compact(ids)
 }
 
-func bias(b float32) float32 {
-	if b <= banned {
+// others are the ids of the vocabulary that are not in a sorted list.
+func others(ids []int32, vocab int) []int32 {
+	rest := make([]int32, 0, vocab)
+	for id := range int32(vocab) {
+		if len(ids) > 0 && ids[0] == id {
+			ids = ids[1:]
+			continue
+		}
+		rest = append(rest, id)
+	}
+	return rest
+}
+
+// bias of a token, whether or not it is a stop id.
+func (a *requestAdjustments) bias(id int32) float32 {
+	b := a.p.LogitBias[id]
+	if _, never := slices.BinarySearch(a.never, id); never || b <= banned {
 		return float32(math.Inf(-1))
 	}
 	return b
@@ -72,6 +100,8 @@ type adjustments struct {
 	bans      bool
 	counts    bool // penalties need the tokens of the completion
 	generated int
+	// said is the completion, and unsaid are the tokens that bad words ban next: only if there are phrases.
+	said, unsaid []int32
 }
 
 func (r *requestAdjustments) sample() adjustments {
@@ -124,9 +154,33 @@ func (a *adjustments) addToken(id int32) {
 		stop := a.stop
 		for i := range a.requestAdjustments.list { // both are sorted
 			if e := &a.list[i]; len(stop) > 0 && stop[0] == e.ID {
-				e.Bias, stop = bias(a.p.LogitBias[e.ID]), stop[1:]
+				e.Bias, stop = a.bias(e.ID), stop[1:]
 			}
 		}
+	}
+	if len(a.phrases) > 0 {
+		a.banPhrases(id)
+	}
+}
+
+// banPhrases bans the last tokens of the bad words whose others end the completion, and no longer those
+// that were banned for this token.
+func (a *adjustments) banPhrases(id int32) {
+	for _, id := range a.unsaid {
+		e := a.entry(id)
+		if e.Bias = a.bias(id); a.bans && a.ends(id) {
+			e.Bias = float32(math.Inf(-1))
+		}
+	}
+	a.said, a.unsaid = append(a.said, id), a.unsaid[:0]
+	for _, w := range a.phrases {
+		n := len(w) - 1
+		if len(a.said) < n || !slices.Equal(a.said[len(a.said)-n:], w[:n]) {
+			continue
+		}
+		a.change()
+		a.entry(w[n]).Bias = float32(math.Inf(-1))
+		a.unsaid = append(a.unsaid, w[n])
 	}
 }
 

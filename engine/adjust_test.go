@@ -31,8 +31,14 @@ func TestAdjustments(t *testing.T) {
 		for _, id := range ids(8) {
 			p.LogitBias[id] = []float32{-100, 0, 3}[rng.IntN(3)]
 		}
+		for range rng.IntN(4) {
+			p.BadWords = append(p.BadWords, append(ids(2), rng.Int32N(vocab)))
+		}
+		if rng.IntN(3) == 0 {
+			p.AllowedIDs = ids(2 * vocab)
+		}
 		prompt, model := ids(10), ids(3)
-		request := newAdjustments(&p, prompt, model)
+		request := newAdjustments(&p, prompt, model, vocab)
 		samples := []adjustments{request.sample(), request.sample()}
 		completions := make([][]int32, len(samples))
 		for range 8 {
@@ -43,8 +49,7 @@ func TestAdjustments(t *testing.T) {
 			for k := range samples {
 				want := map[int32]pipeline.TokenAdjust{}
 				for id := range int32(vocab) {
-					w := pipeline.TokenAdjust{ID: id, Seen: -1, Bias: bias(p.LogitBias[id])}
-					_, listed := p.LogitBias[id]
+					w := pipeline.TokenAdjust{ID: id, Seen: -1, Bias: p.LogitBias[id]}
 					if p.RepetitionPenalty != 1 && slices.Contains(prompt, id) {
 						w.Seen = 0
 					}
@@ -54,21 +59,30 @@ func TestAdjustments(t *testing.T) {
 						}
 					}
 					stops := slices.Contains(p.StopIDs, id) || slices.Contains(model, id)
-					if stops && len(completions[k]) < p.MinTokens {
+					bad := slices.ContainsFunc(p.BadWords, func(w []int32) bool {
+						n := len(w) - 1
+						said := completions[k]
+						return w[n] == id && len(said) >= n && slices.Equal(said[len(said)-n:], w[:n])
+					})
+					if len(p.AllowedIDs) > 0 && !slices.Contains(p.AllowedIDs, id) || bad || w.Bias <= banned || stops && len(completions[k]) < p.MinTokens {
 						w.Bias = float32(math.Inf(-1))
 					}
 					if samples[k].ends(id) != stops {
 						t.Fatalf("token %d ends: %v, want %v", id, !stops, stops)
 					}
-					if listed || w.Seen >= 0 || stops && p.MinTokens > 0 {
-						want[id] = w
-					}
+					want[id] = w
 				}
 				got := map[int32]pipeline.TokenAdjust{}
 				for _, a := range samples[k].list {
 					got[a.ID] = a
 				}
-				if len(got) != len(samples[k].list) || !maps.Equal(got, want) {
+				once := len(got) == len(samples[k].list)
+				for id := range int32(vocab) { // those that are not listed are not changed
+					if _, ok := got[id]; !ok {
+						got[id] = pipeline.TokenAdjust{ID: id, Seen: -1}
+					}
+				}
+				if !once || !maps.Equal(got, want) {
 					t.Fatalf("%+v, prompt %v, model's stop ids %v, completion %v: %+v, want %+v", p, prompt, model, completions[k], samples[k].list, want)
 				}
 			}
@@ -85,7 +99,7 @@ func TestSampleOfLongListsIsFree(t *testing.T) {
 		p.StopIDs = append(p.StopIDs, 50_000-id)
 		p.LogitBias[id] = 1
 	}
-	request := newAdjustments(&p, []int32{1}, nil)
+	request := newAdjustments(&p, []int32{1}, nil, 50_001)
 	var sample adjustments
 	if n := testing.AllocsPerRun(10, func() { sample = request.sample() }); n != 0 || len(sample.list) != 50_001 {
 		t.Errorf("%v allocations, %d entries", n, len(sample.list))

@@ -28,8 +28,9 @@ func (b *batch) compose(chunks []scheduler.Chunk, seqs map[scheduler.ID]*sequenc
 			continue
 		}
 		b.sequences = append(b.sequences, pipeline.Sequence{Tokens: q.tokens[c.From:c.To], Start: c.From, Table: q.blocks.Table, Long: q.long})
+		s := &b.sequences[len(b.sequences)-1]
+		s.Targets = q.sub.prompt.targets(c.From, c.To)
 		if c.Sample {
-			s := &b.sequences[len(b.sequences)-1]
 			s.LogitRows = 1
 			q.samplingParams(&s.SamplingParams)
 			adjusted += len(s.SamplingParams.Adjust)

@@ -250,9 +250,10 @@ type submission struct {
 	req          Request
 	ctx          context.Context
 	adjust       *requestAdjustments
-	keys         []kvcache.Key // of the prompt's full blocks; nil without prefix caching
-	limit        int           // maximum tokens of a sample, prompt included
-	unfinished   int           // unfinished samples
+	keys         []kvcache.Key   // of the prompt's full blocks; nil without prefix caching
+	prompt       *promptLogProbs // nil: they were not asked for
+	limit        int             // maximum tokens of a sample, prompt included
+	unfinished   int             // unfinished samples
 	finish       []FinishReason
 	stopWatching func() bool
 }
@@ -388,7 +389,7 @@ func (e *Engine) admissible(r Request) (*submission, error) {
 	if len(r.Prompt) == 0 {
 		return nil, fmt.Errorf("engine: %w: the prompt has no tokens; at least one is needed", ErrBadRequest)
 	}
-	if len(r.Prompt) >= e.o.MaxModelLen {
+	if len(r.Prompt)+min(r.Params.MaxTokens, 1) > e.o.MaxModelLen {
 		return nil, fmt.Errorf("engine: %w: it has %d tokens, and the maximum model length is %d, completion included; shorten the prompt, or raise --max-model-len if the model allows it",
 			ErrPromptTooLong, len(r.Prompt), e.o.MaxModelLen)
 	}
@@ -411,12 +412,13 @@ func (e *Engine) admissible(r Request) (*submission, error) {
 	}
 	s := &submission{
 		job: newJob(e.o.Now(), len(r.Prompt)), req: r, limit: limit, unfinished: r.Params.N, finish: make([]FinishReason, r.Params.N),
+		prompt: newPromptLogProbs(&r),
 	}
 	stop := e.o.StopIDs
 	if r.Params.IgnoreEOS {
 		stop = nil
 	}
-	s.adjust = newAdjustments(&s.req.Params, r.Prompt, stop)
+	s.adjust = newAdjustments(&s.req.Params, r.Prompt, stop, e.o.Vocab)
 	if e.prefixes.keyed(&r) {
 		s.keys = e.prefixes.promptKeys(r.CacheSalt, r.Prompt, s.ahead())
 	}
@@ -650,7 +652,7 @@ func (e *Engine) takeIn() {
 		for i := range s.req.Params.N {
 			q := &sequence{
 				sub: s, sample: i, tokens: append(make([]int32, 0, len(s.req.Prompt)+s.ahead()), s.req.Prompt...), long: e.prefixes.long(len(s.req.Prompt)),
-				blocks: blocks{Table: e.o.KV.NewTable(), in: e.prefixes, alone: e.prefixes.alone(&s.req), group: samples},
+				blocks: blocks{Table: e.o.KV.NewTable(), in: e.prefixes, alone: e.prefixes.alone(&s.req), group: samples, prompt: s.prompt},
 			}
 			keys := s.keys
 			if s.req.Params.N > 1 {
@@ -828,9 +830,14 @@ func (e *Engine) pause(ctx context.Context, d time.Duration) error {
 // appendSampled appends a step's tokens to their sequences. A request for which the step
 // could sample none fails.
 func (e *Engine) appendSampled(res *pipeline.Result, now time.Time) {
-	sampled := 0
+	sampled, targets := 0, res.Targets
 	for i := range e.batch.chunks {
 		c := &e.batch.chunks[i]
+		n := len(e.batch.sequences[i].Targets)
+		if p := c.seq.sub.prompt; p.add(c.From, targets[:n]) {
+			c.seq.sub.job.setPromptLogProbs(p.list)
+		}
+		targets = targets[n:]
 		row := sampled
 		if c.Sample {
 			sampled++
@@ -842,6 +849,12 @@ func (e *Engine) appendSampled(res *pipeline.Result, now time.Time) {
 			c.seq.blocks.store(c.From, c.To)
 		case res.Sampled[row] < 0:
 			e.failAlone(c.seq, fmt.Errorf("engine: after %d tokens: %w", len(c.seq.tokens), ErrNoToken))
+		case c.seq.sub.req.Params.MaxTokens == 0:
+			e.sched.Done(c.Chunk, 0)
+			c.seq.blocks.store(c.From, c.To)
+			d := e.addUpdate(c.seq, now)
+			d.finish = FinishLength
+			e.end(c.ID, d)
 		default:
 			e.sched.Done(c.Chunk, 1)
 			c.seq.blocks.store(c.From, c.To)
@@ -913,6 +926,9 @@ func (d *delivery) write() (found bool) {
 		var rest string
 		rest, found = w.flush()
 		d.text += rest
+	}
+	if found {
+		d.stopped = w.matched
 	}
 	return found
 }

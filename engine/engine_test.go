@@ -442,7 +442,7 @@ func TestBadRequests(t *testing.T) {
 		{"unknown id", func(r *engine.Request) { r.Prompt = []int32{1, 512} }, engine.ErrBadRequest, "token 1 has id 512, the vocabulary is 0 to 511"},
 		{"unknown id of a tokenizer", func(r *engine.Request) { r.Prompt, r.Encoded = []int32{512}, true }, engine.ErrBadRequest, "511; the tokenizer does not match the model"},
 		{"too long", func(r *engine.Request) { r.Prompt = make([]int32, 60) }, engine.ErrPromptTooLong, "maximum model length is 60"},
-		{"max_tokens", func(r *engine.Request) { r.Params.MaxTokens = 0 }, engine.ErrBadRequest, "max_tokens"},
+		{"max_tokens", func(r *engine.Request) { r.Params.MaxTokens = -1 }, engine.ErrBadRequest, "max_tokens"},
 		{"min_tokens", func(r *engine.Request) { r.Params.MinTokens = 17 }, engine.ErrBadRequest, "min_tokens"},
 		{"temperature", func(r *engine.Request) { r.Params.Temperature = float32(math.NaN()) }, engine.ErrBadRequest, "temperature"},
 		{"top_p", func(r *engine.Request) { r.Params.TopP = 0 }, engine.ErrBadRequest, "top_p"},
@@ -456,6 +456,11 @@ func TestBadRequests(t *testing.T) {
 		{"stop ids", func(r *engine.Request) { r.Params.StopIDs = []int32{-1} }, engine.ErrBadRequest, "stop_token_ids"},
 		{"n", func(r *engine.Request) { r.Params.N = 0 }, engine.ErrBadRequest, "n is 0"},
 		{"top_logprobs", func(r *engine.Request) { r.Params.TopLogProbs = 21 }, engine.ErrBadRequest, "top_logprobs"},
+		{"prompt_logprobs", func(r *engine.Request) { r.Params.TopPromptLogProbs = 21 }, engine.ErrBadRequest, "prompt_logprobs"},
+		{"too long without a completion", func(r *engine.Request) { r.Prompt, r.Params.MaxTokens = make([]int32, 61), 0 }, engine.ErrPromptTooLong, "maximum model length is 60"},
+		{"allowed ids", func(r *engine.Request) { r.Params.AllowedIDs = []int32{512} }, engine.ErrBadRequest, "allowed_token_ids is 512"},
+		{"a bad word of nothing", func(r *engine.Request) { r.Params.BadWords = [][]int32{{}} }, engine.ErrBadRequest, "bad_words is a word of 0 tokens"},
+		{"a bad word of unknown ids", func(r *engine.Request) { r.Params.BadWords = [][]int32{{1, 512}} }, engine.ErrBadRequest, "bad_words is with token 512"},
 	} {
 		r := engine.Request{Prompt: []int32{1, 2}, Params: engine.DefaultParams()}
 		c.change(&r)

@@ -20,6 +20,7 @@ type Job struct {
 	err     error
 	usage   Usage
 	times   Times
+	prompt  []PromptLogProb
 }
 
 // pendingUpdate is a buffered Update. Its token becomes a slice only when it is read, so
@@ -30,12 +31,13 @@ type pendingUpdate struct {
 	token    Token
 	text     string
 	finish   FinishReason
+	stopped  string // by this stop string
 	at       time.Time
 }
 
 // update converts n for a reader; buf is the memory of its Tokens, if not nil.
 func (n *pendingUpdate) update(buf []Token) Update {
-	u := Update{Sample: n.sample, Text: n.text, Finish: n.finish}
+	u := Update{Sample: n.sample, Text: n.text, Finish: n.finish, StopString: n.stopped}
 	if n.hasToken {
 		u.Tokens, u.At = append(buf[:0], n.token), n.at
 	}
@@ -101,6 +103,20 @@ func (j *Job) Times() Times {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	return j.times
+}
+
+// PromptLogProbs are those of the prompt's tokens but the first, in order, where the request asks for
+// them. They are complete before the first update, and the caller does not change them.
+func (j *Job) PromptLogProbs() []PromptLogProb {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.prompt
+}
+
+func (j *Job) setPromptLogProbs(list []PromptLogProb) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.prompt = list
 }
 
 // failure is the error with which the job has ended; nil for another end, or none.
@@ -187,6 +203,6 @@ func (j *Job) Wait(ctx context.Context) ([]Update, error) {
 		s := &samples[u.Sample]
 		s.Tokens = append(s.Tokens, u.Tokens...)
 		s.Text += u.Text
-		s.Finish = u.Finish
+		s.Finish, s.StopString = u.Finish, u.StopString
 	}
 }

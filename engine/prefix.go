@@ -169,6 +169,8 @@ type blocks struct {
 	// group is that of its request's samples; nil: there are no others, or it has other content
 	// than they have.
 	group *group
+	// prompt are the log-probabilities that must be computed of its prompt; nil: none.
+	prompt *promptLogProbs
 }
 
 // group are the samples of a request, which have the same prompt. One of them computes it, and
@@ -253,6 +255,7 @@ func (b *blocks) Match(maxTokens int) (tokens int, at scheduler.Cached) {
 			return 0, scheduler.MustWait
 		}
 	}
+	maxTokens = b.prompt.cacheable(maxTokens)
 	if b.waits && b.in.onItsWay(b.keys, b.waitsFor) {
 		return 0, scheduler.MustWait
 	}

@@ -60,8 +60,8 @@ const MaxTopLogProbs = 20
 
 // Params are the sampling parameters of a request. See DefaultParams.
 type Params struct {
-	// MaxTokens is the maximum length of the completion, at least 1; stop ids are not
-	// sampled before MinTokens.
+	// MaxTokens is the maximum length of the completion, with 0 only the prompt is computed; stop
+	// ids are not sampled before MinTokens.
 	MaxTokens, MinTokens int
 	// Temperature 0 is greedy.
 	Temperature float32
@@ -76,6 +76,10 @@ type Params struct {
 	RepetitionPenalty, PresencePenalty, FrequencyPenalty float32
 	// LogitBias is added to logits before the penalties, by token id; -100 bans a token.
 	LogitBias map[int32]float32
+	// AllowedIDs are the only tokens that are sampled; empty: all are. BadWords are sequences of tokens
+	// of which the last is not sampled behind the others, counting those of the completion.
+	AllowedIDs []int32
+	BadWords   [][]int32
 	// Seed of sampling; the samples of one request differ by their number.
 	Seed uint64
 	// Stop strings end a sample. Its text ends before the stop string or, with
@@ -96,6 +100,11 @@ type Params struct {
 	// TopLogProbs likeliest tokens, at most MaxTopLogProbs.
 	LogProbs    bool
 	TopLogProbs int
+	// PromptLogProbs computes the log-probability of each token of the prompt but the first, and
+	// those of the TopPromptLogProbs likeliest tokens there: see Job.PromptLogProbs. Of such a prompt
+	// nothing is read from the prefix cache.
+	PromptLogProbs    bool
+	TopPromptLogProbs int
 	// N is the number of samples, at least 1.
 	N int
 }
@@ -106,11 +115,14 @@ func DefaultParams() Params {
 }
 
 // MaxN is the maximum of Params.N, MaxStop that of the number of stop strings, MaxStopBytes that of
-// the length of each, and MaxCacheSaltBytes that of the length of Request.CacheSalt.
+// the length of each, MaxBadWords that of the number of bad words, MaxBadWordTokens that of the tokens of
+// each, and MaxCacheSaltBytes that of the length of Request.CacheSalt.
 const (
 	MaxN              = 128
 	MaxStop           = 16
 	MaxStopBytes      = 1024
+	MaxBadWords       = 1024
+	MaxBadWordTokens  = 64
 	MaxCacheSaltBytes = 1024
 )
 
@@ -120,8 +132,8 @@ func (p *Params) Validate(vocab int) error {
 	bad := func(name string, value any, want string) error { return &ParamError{name, value, want} }
 	in := func(v, lo, hi float32) bool { return v >= lo && v <= hi } // false for NaN
 	switch {
-	case p.MaxTokens < 1:
-		return bad("max_tokens", p.MaxTokens, "at least 1")
+	case p.MaxTokens < 0:
+		return bad("max_tokens", p.MaxTokens, "at least 0")
 	case p.MinTokens < 0 || p.MinTokens > p.MaxTokens:
 		return bad("min_tokens", p.MinTokens, "from 0 to max_tokens")
 	case !in(p.Temperature, 0, 100):
@@ -140,12 +152,33 @@ func (p *Params) Validate(vocab int) error {
 		return bad("frequency_penalty", p.FrequencyPenalty, "from -2 to 2")
 	case p.TopLogProbs < 0 || p.TopLogProbs > MaxTopLogProbs:
 		return bad("top_logprobs", p.TopLogProbs, fmt.Sprintf("from 0 to %d", MaxTopLogProbs))
+	case p.TopPromptLogProbs < 0 || p.TopPromptLogProbs > MaxTopLogProbs:
+		return bad("prompt_logprobs", p.TopPromptLogProbs, fmt.Sprintf("from 0 to %d", MaxTopLogProbs))
 	case p.N < 1 || p.N > MaxN:
 		return bad("n", p.N, fmt.Sprintf("from 1 to %d", MaxN))
 	case len(p.Stop) > MaxStop:
 		return bad("stop", fmt.Sprintf("a list of %d", len(p.Stop)), fmt.Sprintf("at most %d strings", MaxStop))
 	case len(p.StopIDs) > vocab:
 		return bad("stop_token_ids", fmt.Sprintf("a list of %d", len(p.StopIDs)), fmt.Sprintf("at most as long as the vocabulary, %d", vocab))
+	case len(p.AllowedIDs) > vocab:
+		return bad("allowed_token_ids", fmt.Sprintf("a list of %d", len(p.AllowedIDs)), fmt.Sprintf("at most as long as the vocabulary, %d", vocab))
+	case len(p.BadWords) > MaxBadWords:
+		return bad("bad_words", fmt.Sprintf("%d words", len(p.BadWords)), fmt.Sprintf("at most %d", MaxBadWords))
+	}
+	for _, w := range p.BadWords {
+		if len(w) == 0 || len(w) > MaxBadWordTokens {
+			return bad("bad_words", fmt.Sprintf("a word of %d tokens", len(w)), fmt.Sprintf("words of 1 to %d tokens", MaxBadWordTokens))
+		}
+		for _, id := range w {
+			if id < 0 || int(id) >= vocab {
+				return bad("bad_words", fmt.Sprintf("with token %d", id), fmt.Sprintf("of tokens 0 to %d", vocab-1))
+			}
+		}
+	}
+	for _, id := range p.AllowedIDs {
+		if id < 0 || int(id) >= vocab {
+			return bad("allowed_token_ids", id, fmt.Sprintf("from 0 to %d", vocab-1))
+		}
 	}
 	for id, b := range p.LogitBias {
 		if id < 0 || int(id) >= vocab {
@@ -214,8 +247,9 @@ type Update struct {
 	// Text that is final. It may lag behind the tokens, until characters are complete
 	// and no stop string can begin in it.
 	Text string
-	// Finish is set in a sample's last update.
-	Finish FinishReason
+	// Finish is set in a sample's last update, and StopString if that ended the sample.
+	Finish     FinishReason
+	StopString string
 	// At is when the tokens were sampled.
 	At time.Time
 }

@@ -17,6 +17,8 @@ type detokenizer struct {
 	stop    []string
 	include bool
 	held    string // decoded, not returned yet
+	// matched is the stop string that was found.
+	matched string
 	// ends says that text was the last; nil: stop strings alone do.
 	ends func(text string) bool
 }
@@ -46,7 +48,7 @@ func (w *detokenizer) add(s string, end bool) (text string, found bool) {
 	for _, stop := range w.stop {
 		// The earliest match wins; at the same position, the first in the list.
 		if i := strings.Index(w.held, stop); i >= 0 && (at < 0 || i < at) {
-			at, size = i, len(stop)
+			at, size, w.matched = i, len(stop), stop
 		}
 	}
 	if at >= 0 {

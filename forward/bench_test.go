@@ -23,7 +23,7 @@ func BenchmarkPack(b *testing.B) {
 		b.Run(fmt.Sprintf("sequences=%d/context=%d", sequences, context), func(b *testing.B) {
 			b.ReportAllocs()
 			for b.Loop() {
-				h.Reset(0, 0)
+				h.Reset(0, 0, 0)
 				for range sequences {
 					row, err := h.Append(&Sequence{IDs: ids, Start: context - 1, Blocks: blocks})
 					if err == nil {

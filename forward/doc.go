@@ -40,7 +40,8 @@
 //
 // SamplingParams describe how a token is sampled. Head enqueues only the operations that the
 // batch needs: Sample alone, or, if the logits of some tokens are adjusted, Adjust before it
-// and Restore after it; and LogProbs if requested.
+// and Restore after it; and LogProbs if requested. Of the tokens of a prompt, as its targets, it first computes
+// the log-probabilities that the model gives them, from a few rows of logits at a time.
 //
 // # Invariants
 //

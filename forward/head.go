@@ -19,15 +19,34 @@ func (m *Model) LogProbs(r Span) (sampled, topIDs, top kernels.Tensor) {
 	return r.slice(m.ws.head.sampledLogProbs, 1), r.slice(m.ws.head.topIDs, 1), r.slice(m.ws.head.topLogProbs, 1)
 }
 
-// Head ends a step: it computes the logits of b's logit rows, samples a token from each, and
-// computes log-probabilities if b requests them. Penalties and biases are undone after
-// sampling, so that Logits are the model's. Without logit rows it does nothing.
+// TargetResults are of targets T of a step, after Head: the log-probability of each as the token that
+// follows its row, its rank (see kernels.LogProbs), and ids and log-probabilities of the most probable
+// tokens there, in descending order.
+type TargetResults struct {
+	LogProbs    kernels.Tensor // [T] F32
+	Ranks       kernels.Tensor // [T] I32
+	TopIDs, Top kernels.Tensor // [T, TopLogProbs] I32 and F32
+}
+
+// Targets returns the results for targets r of the step.
+func (m *Model) Targets(r Span) TargetResults {
+	t := &m.ws.head.targets
+	return TargetResults{r.slice(t.logProbs, 1), r.slice(t.ranks, 1), r.slice(t.topIDs, 1), r.slice(t.top, 1)}
+}
+
+// Head ends a step: it computes the log-probabilities of b's targets, then the logits of its logit rows,
+// samples a token from each, and computes log-probabilities if b requests them. Penalties and biases are
+// undone after sampling, so that Logits are the model's, except that those of a micro-batch are lost where
+// a later one of the step has targets. Without logit rows and targets it does nothing.
 func (m *Model) Head(s device.Stream, b *Batch) error {
+	if err := m.compare(s, b); err != nil {
+		return err
+	}
 	d := &b.Sampling
 	if d.Rows == 0 {
 		return nil
 	}
-	if err := m.unembed(s, b); err != nil {
+	if err := m.unembed(s, b, d.LogitRows, d.Span); err != nil {
 		return err
 	}
 	logits, adjusted := m.Logits(d.Span), !d.Adjust.IDs.None()
@@ -62,12 +81,34 @@ func (m *Model) Head(s device.Stream, b *Batch) error {
 	return m.enqueue(s, "head", &m.ops.probs)
 }
 
-// unembed enqueues the final norm and the output projection of b's logit rows.
-func (m *Model) unembed(s device.Stream, b *Batch) error {
-	c, w, d := m.Config, m.Weights, &b.Sampling
-	x, residual := d.slice(m.ws.head.x, 1), d.slice(m.ws.head.residual, 1)
+// compare enqueues the log-probabilities of b's targets. The logits of all of them could take more memory
+// than the model: at most MaxLogits rows of them exist at a time, in the place of those to sample from.
+func (m *Model) compare(s device.Stream, b *Batch) error {
+	t := &b.Targets
+	for from := 0; from < t.Rows; from += m.Limits.MaxLogits {
+		to := min(from+m.Limits.MaxLogits, t.Rows)
+		at := Span{Rows: to - from}
+		if err := m.unembed(s, b, t.RowIDs.Slice(from, to), at); err != nil {
+			return err
+		}
+		out := m.Targets(Span{First: t.First + from, Rows: to - from})
+		m.ops.probs = kernels.LogProbs{
+			Logits: m.Logits(at), Tokens: t.IDs.Slice(from, to),
+			Sampled: out.LogProbs, Ranks: out.Ranks, TopIDs: out.TopIDs, Top: out.Top,
+		}
+		if err := m.enqueue(s, "head", &m.ops.probs); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// unembed enqueues the final norm and the output projection of rows of b, which become these logit rows.
+func (m *Model) unembed(s device.Stream, b *Batch, rows kernels.Tensor, at Span) error {
+	c, w := m.Config, m.Weights
+	x, residual := at.slice(m.ws.head.x, 1), at.slice(m.ws.head.residual, 1)
 	for _, g := range [...]struct{ from, to kernels.Tensor }{{m.ws.x, x}, {m.ws.residual, residual}} {
-		m.ops.gather = kernels.Gather{X: b.slice(g.from, 1), Rows: d.LogitRows, Out: g.to}
+		m.ops.gather = kernels.Gather{X: b.slice(g.from, 1), Rows: rows, Out: g.to}
 		if err := m.enqueue(s, "head", &m.ops.gather); err != nil {
 			return err
 		}
@@ -76,6 +117,6 @@ func (m *Model) unembed(s device.Stream, b *Batch) error {
 	if err := m.enqueue(s, "head", &m.ops.norm); err != nil {
 		return err
 	}
-	m.ops.matmul = kernels.MatMul{X: x, W: w.Head, Bias: w.HeadBias, Out: m.Logits(d.Span)}
+	m.ops.matmul = kernels.MatMul{X: x, W: w.Head, Bias: w.HeadBias, Out: m.Logits(at)}
 	return m.enqueue(s, "head", &m.ops.matmul)
 }

@@ -8,18 +8,19 @@ import (
 )
 
 // HostBatch is a micro-batch in host memory: the tokens of its sequences, and which of them to
-// sample after. Reset keeps its slices for reuse.
+// sample after, or to compare with what follows. Reset keeps its slices for reuse.
 type HostBatch struct {
 	config *models.Config
 	limits Limits
 
 	// first is the index in the step of the micro-batch's first token, firstLogit that of its
-	// first logit row.
-	first, firstLogit int
+	// first logit row, firstTarget that of its first target.
+	first, firstLogit, firstTarget int
 
 	rows    []hostRow
 	seqs    hostSequences
 	samples hostSamples
+	targets []hostTarget
 }
 
 // hostRow is one token: its id, its row of the RoPE table, and its slot in the KV cache.
@@ -57,13 +58,14 @@ type Sequence struct {
 // NewHostBatch returns an empty micro-batch for models of config c with limits l.
 func NewHostBatch(c *models.Config, l Limits) HostBatch { return HostBatch{config: c, limits: l} }
 
-// Reset empties h, keeping its memory, for a micro-batch that begins at these tokens and logit
-// rows of its step.
-func (h *HostBatch) Reset(first, firstLogit int) {
+// Reset empties h, keeping its memory, for a micro-batch that begins at these tokens, logit
+// rows and targets of its step.
+func (h *HostBatch) Reset(first, firstLogit, firstTarget int) {
 	*h = HostBatch{
-		first: first, firstLogit: firstLogit, config: h.config, limits: h.limits, rows: h.rows[:0],
+		first: first, firstLogit: firstLogit, firstTarget: firstTarget, config: h.config, limits: h.limits, rows: h.rows[:0],
 		seqs:    hostSequences{list: h.seqs.list[:0]},
 		samples: hostSamples{list: h.samples.list[:0], adjusts: h.samples.adjusts[:0]},
+		targets: h.targets[:0],
 	}
 }
 

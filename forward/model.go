@@ -167,7 +167,7 @@ func (m *Model) WarmUp(s device.Stream, rows []int) error {
 
 // checkBatch checks b once per step, at its first stage.
 func (m *Model) checkBatch(b *Batch) error {
-	l, a, d := m.Limits, &b.Attention, &b.Sampling
+	l, a, d, t := m.Limits, &b.Attention, &b.Sampling, &b.Targets
 	switch {
 	case b.First < 0 || b.Rows < 1 || b.First+b.Rows > l.MaxTokens:
 		return fmt.Errorf("forward: micro-batch of tokens [%d, %d) in a step of at most %d", b.First, b.First+b.Rows, l.MaxTokens)
@@ -175,11 +175,13 @@ func (m *Model) checkBatch(b *Batch) error {
 		return fmt.Errorf("forward: micro-batch of %d sequences exceeds the maximum of %d", a.Seqs, l.MaxSeqs)
 	case d.First < 0 || d.First+d.Rows > l.MaxLogits:
 		return fmt.Errorf("forward: logit rows [%d, %d) in a step of at most %d", d.First, d.First+d.Rows, l.MaxLogits)
+	case t.First < 0 || t.First+t.Rows > l.MaxTokens:
+		return fmt.Errorf("forward: targets [%d, %d) in a step of at most %d", t.First, t.First+t.Rows, l.MaxTokens)
 	case a.MaxContext > l.MaxModelLen:
 		return fmt.Errorf("forward: sequence of %d tokens exceeds the maximum of %d", a.MaxContext, l.MaxModelLen)
 	case d.Adjust.IDs.Shape[0] > l.MaxAdjust:
 		return fmt.Errorf("forward: %d adjusted tokens exceed the maximum of %d", d.Adjust.IDs.Shape[0], l.MaxAdjust)
-	case d.LogProbs && l.MaxTopLogProbs == 0:
+	case (d.LogProbs || t.Rows > 0) && l.MaxTopLogProbs == 0:
 		return errors.New("forward: log-probabilities requested, but the limit MaxTopLogProbs is 0")
 	}
 	return nil

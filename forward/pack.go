@@ -16,6 +16,7 @@ type Batch struct {
 
 	Attention AttentionMetadata
 	Sampling  SamplingMetadata
+	Targets   TargetMetadata
 }
 
 // AttentionMetadata maps the tokens of a micro-batch to its S sequences and to their slots in
@@ -50,6 +51,13 @@ type SamplingMetadata struct {
 	LogProbs bool
 }
 
+// TargetMetadata describes tokens whose log-probabilities are computed, each as the one that follows a
+// row of the micro-batch. Its span is of the step's targets, T of them; the tensors are none if T is 0.
+type TargetMetadata struct {
+	Span
+	RowIDs, IDs kernels.Tensor // [T] I32
+}
+
 // AdjustMetadata describes how the logits of A tokens are changed before sampling. All tensors
 // are none if A is 0.
 type AdjustMetadata struct {
@@ -72,7 +80,7 @@ func (a AttentionMetadata) Relocated(from, to device.Addr) AttentionMetadata {
 // that many micro-batches. MaxAdjust limits the step, not the micro-batch, and counts once.
 func StepUploadBytes(l Limits, batches int) int64 {
 	n, s, d := int64(l.MaxTokens), int64(l.MaxSeqs), int64(l.MaxLogits)
-	each := 3*device.Align(4*n) + device.Align(4*(s+1)) + device.Align(4*s) + device.Align(4*s*int64(l.MaxBlocks())) + 7*device.Align(4*d) + device.Align(8*d)
+	each := 5*device.Align(4*n) + device.Align(4*(s+1)) + device.Align(4*s) + device.Align(4*s*int64(l.MaxBlocks())) + 7*device.Align(4*d) + device.Align(8*d)
 	var adjust int64
 	if l.MaxAdjust > 0 {
 		each += device.Align(4*(d+1)) + 3*device.Align(4*d) + 3*device.Alignment
@@ -99,6 +107,10 @@ func (h *HostBatch) Pack(dst []byte, base device.Addr) (Batch, int64, error) {
 		p.truncation(&h.samples, &b.Sampling)
 		p.adjusts(&h.samples, &b.Sampling.Adjust)
 		b.Sampling.LogProbs = h.samples.logProbs
+	}
+	b.Targets.Span = Span{First: h.firstTarget, Rows: len(h.targets)}
+	if err := p.targets(h.targets, b.Rows, &b.Targets); err != nil {
+		return Batch{}, 0, err
 	}
 	if p.used > int64(len(dst)) {
 		return Batch{}, 0, fmt.Errorf("forward: micro-batch of %d bytes in an upload buffer of %d", p.used, len(dst))
@@ -182,6 +194,25 @@ func (p *packer) sampling(list []hostSample, of int, d *SamplingMetadata) error 
 		}
 		if !p.full() {
 			rows[i], samples[i], positions[i], temperatures[i], seeds[i] = x.row, x.sample, x.position, x.temperature, x.seed
+		}
+	}
+	return nil
+}
+
+// targets packs the targets of a micro-batch, which has of rows.
+func (p *packer) targets(list []hostTarget, of int, d *TargetMetadata) error {
+	if len(list) == 0 {
+		return nil
+	}
+	var rows, ids []int32
+	d.RowIDs, rows = p.ints(len(list))
+	d.IDs, ids = p.ints(len(list))
+	for i, t := range list {
+		if t.row < 0 || int(t.row) >= of {
+			return fmt.Errorf("forward: a target of row %d of %d", t.row, of)
+		}
+		if !p.full() {
+			rows[i], ids[i] = t.row, t.id
 		}
 	}
 	return nil

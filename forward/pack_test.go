@@ -47,7 +47,7 @@ func TestPackedBytes(t *testing.T) {
 	data := make([]byte, StepUploadBytes(limits, 1))
 	h := NewHostBatch(c, limits)
 	for round := range 200 {
-		h.Reset(0, 0)
+		h.Reset(0, 0, 0)
 		decode, plain := round%3 == 0, round%5 < 2
 		want := map[string][]uint32{"starts": ints(0)}
 		add := func(name string, vs ...int32) { want[name] = append(want[name], ints(vs...)...) }

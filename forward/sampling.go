@@ -98,6 +98,23 @@ func (h *HostBatch) Sample(row int, d *SamplingParams) (int, error) {
 	return len(all.list) - 1, nil
 }
 
+// hostTarget is a row of the batch, and the token that follows it.
+type hostTarget struct{ row, id int32 }
+
+// Target requests the log-probability of token id as the one that follows a row of h, its rank, and the
+// most probable tokens there: see Targets.
+func (h *HostBatch) Target(row int, id int32) error {
+	switch {
+	case h.limits.MaxTopLogProbs == 0:
+		return errors.New("forward: log-probabilities requested, but the limit MaxTopLogProbs is 0")
+	case id < 0 || int(id) >= h.config.Vocab:
+		return fmt.Errorf("forward: token id %d is outside the model's vocabulary of %d", id, h.config.Vocab)
+	}
+	t := grow(&h.targets)
+	t.row, t.id = int32(row), id
+	return nil
+}
+
 // validate checks d alone, without its batch.
 func (d *SamplingParams) validate(c *models.Config, l *Limits) error {
 	finite := func(f float32) bool { return f-f == 0 }

@@ -53,7 +53,7 @@ func runGroups(r *rig, seqs []sequence, draw SamplingParams, groups [][][]part) 
 		rows := 0
 		for _, batch := range group {
 			h := NewHostBatch(r.model.Config, r.model.Limits)
-			h.Reset(rows, rows)
+			h.Reset(rows, rows, 0)
 			for _, p := range batch {
 				s := seqs[p.seq]
 				first, err := h.Append(&Sequence{
@@ -376,7 +376,7 @@ func TestPackErrors(t *testing.T) {
 	if _, _, err := h.Pack(dst, 256); err == nil || !strings.Contains(err.Error(), "logits of row 2 of 2") {
 		t.Errorf("logits of a row that there is not: %v", err)
 	}
-	h.Reset(0, 0)
+	h.Reset(0, 0, 0)
 	_, err = h.Append(&Sequence{IDs: []int32{1, 2}, Blocks: []int32{0}})
 	check(t, err)
 	if _, _, err := h.Pack(dst[:256], 256); err == nil || !strings.Contains(err.Error(), "upload buffer of 256") {
@@ -518,7 +518,7 @@ func TestNoAllocations(t *testing.T) {
 		q := Sequence{IDs: make([]int32, 10), Start: 20, Blocks: make([]int32, 4)}
 		var draw SamplingParams
 		step := func() {
-			h.Reset(0, 0)
+			h.Reset(0, 0, 0)
 			row, err := h.Append(&q)
 			check(t, err)
 			_, err = h.Sample(row+9, &draw)

@@ -59,6 +59,16 @@ type headBuffers struct {
 	sampledLogProbs kernels.Tensor // [L] F32
 	topIDs          kernels.Tensor // [L, MaxTopLogProbs] I32
 	topLogProbs     kernels.Tensor // [L, MaxTopLogProbs] F32
+
+	targets targetBuffers
+}
+
+// targetBuffers are the results for targets; none if MaxTopLogProbs is 0.
+type targetBuffers struct {
+	logProbs kernels.Tensor // [N] F32
+	ranks    kernels.Tensor // [N] I32
+	topIDs   kernels.Tensor // [N, MaxTopLogProbs] I32
+	top      kernels.Tensor // [N, MaxTopLogProbs] F32
 }
 
 func newWorkspace(c *models.Config, act kernels.DType, l Limits, base device.Addr) workspace {
@@ -112,6 +122,9 @@ func newWorkspace(c *models.Config, act kernels.DType, l Limits, base device.Add
 		w.head.sampledLogProbs = place(kernels.F32, l.MaxLogits)
 		w.head.topIDs = place(kernels.I32, l.MaxLogits, n)
 		w.head.topLogProbs = place(kernels.F32, l.MaxLogits, n)
+		t := &w.head.targets
+		t.logProbs, t.ranks = place(kernels.F32, l.MaxTokens), place(kernels.I32, l.MaxTokens)
+		t.topIDs, t.top = place(kernels.I32, l.MaxTokens, n), place(kernels.F32, l.MaxTokens, n)
 	}
 	return w
 }

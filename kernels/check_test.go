@@ -79,7 +79,7 @@ func newValid() *valid {
 		v.tensor(F32, 2), v.tensor(F32, 2), v.tensor(F32, 2), v.tensor(F32, 5),
 	}
 	v.restore = Restore{v.sample.Logits, v.adjust.Starts, v.adjust.IDs, v.adjust.Saved}
-	v.probs = LogProbs{v.sample.Logits, v.sample.Out, v.tensor(F32, 2), v.tensor(I32, 2, 7), v.tensor(F32, 2, 7)}
+	v.probs = LogProbs{v.sample.Logits, v.sample.Out, v.tensor(F32, 2), v.tensor(I32, 2, 7), v.tensor(F32, 2, 7), v.tensor(I32, 2)}
 	return v
 }
 
@@ -313,6 +313,7 @@ func TestCheckErrors(t *testing.T) {
 		{func(v *valid) Op { v.probs.Logits = v.tensor(F32, 2, 0); return &v.probs }, "kernels: log_probs: Logits is float32[2 0], want at least one column"},
 		{func(v *valid) Op { v.probs.Tokens = v.tensor(I32, 3); return &v.probs }, "Tokens is int32[3], want 2 elements (Logits has 2)"},
 		{func(v *valid) Op { v.probs.Sampled.Addr = v.probs.Logits.Addr; return &v.probs }, "overlaps Logits"},
+		{func(v *valid) Op { v.probs.Ranks = v.tensor(I32, 3); return &v.probs }, "Ranks is int32[3], want 2 elements (Logits has 2)"},
 		{func(v *valid) Op { v.probs.Top = Tensor{}; return &v.probs }, "TopIDs is int32[2 7] and Top none, want both or none"},
 		{func(v *valid) Op { v.probs.TopIDs = v.tensor(I32, 2, 101); return &v.probs }, "TopIDs is int32[2 101], want at most 100 columns (Logits has 100)"},
 		{func(v *valid) Op { v.probs.TopIDs = gap(v.probs.TopIDs); return &v.probs }, "TopIDs is int32[2 7] strides [8 1], want it dense"},
@@ -366,7 +367,7 @@ func TestDeclare(t *testing.T) {
 		{&v.sample, 40 * 200, 200*4 + 2*(4+8+4+4+4) + 2*3*4, 8, 1},
 		{&v.adjust, 5 * 5, 2*5*4 + 3*4 + 3*5*4 + 3*2*4 + 5*4, 8, 2},
 		{&v.restore, 0, 2*5*4 + 3*4 + 2*5*4, 4, 1},
-		{&v.probs, 20 * 200, 200*4 + 2*4 + 2*4 + 2*2*7*4, 2, 3},
+		{&v.probs, 20 * 200, 200*4 + 2*4 + 2*4 + 2*2*7*4 + 2*4, 2, 4},
 	} {
 		var d Decl
 		c.op.Declare(&d)

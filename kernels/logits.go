@@ -182,12 +182,16 @@ func declareListed(d *Decl, logits *Tensor, n int) {
 // most probable tokens, TopIDs, in descending order of logits, the lower id of equal ones
 // first. NaN logits are ignored, in the softmax too; if a row has fewer than N numbers, the
 // rest of TopIDs is -1 and of Top -Inf. Sampled is NaN for the token -1, which is none.
+//
+// Ranks are how many tokens are at least as probable as those in Tokens, themselves included, as vLLM
+// counts: 1 for the only most probable one, and 0 for the token -1 and one whose logit is NaN.
 type LogProbs struct {
 	Logits  Tensor // [S, V] F32
 	Tokens  Tensor // [S] I32, each in [0, V), or -1
 	Sampled Tensor // [S] F32
 	TopIDs  Tensor // [S, N] I32, dense, N <= V, or none
 	Top     Tensor // [S, N] F32, dense, or none as TopIDs
+	Ranks   Tensor // [S] I32, or none
 }
 
 // Name implements Op.
@@ -204,6 +208,8 @@ func (o *LogProbs) Check() error {
 	c.list("Tokens", &o.Tokens, int32Only, s, "Logits")
 	c.list("Sampled", &o.Sampled, float32Only, s, "Logits")
 	c.disjoint("Sampled", &o.Sampled, "Logits", &o.Logits)
+	c.perRow("Ranks", &o.Ranks, int32Only, s)
+	c.disjoint("Ranks", &o.Ranks, "Tokens", &o.Tokens)
 	if c.ok() && o.TopIDs.None() != o.Top.None() {
 		c.failf("TopIDs is %v and Top %v, want both or none", o.TopIDs, o.Top)
 	}
@@ -234,6 +240,9 @@ func (o *LogProbs) Declare(d *Decl) {
 	if !o.TopIDs.None() {
 		d.write(&o.TopIDs)
 		d.write(&o.Top)
+	}
+	if !o.Ranks.None() {
+		d.write(&o.Ranks)
 	}
 	d.Flops += 20 * int64(o.Logits.Elements())
 }

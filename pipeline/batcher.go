@@ -12,10 +12,10 @@ import (
 type microBatch struct {
 	host  forward.HostBatch
 	batch forward.Batch
-	// group is its merge group. firstToken and firstLogit are counted within the step, not
-	// within the group.
-	group                  int
-	firstToken, firstLogit int
+	// group is its merge group. firstToken, firstLogit and firstTarget are counted within the step,
+	// not within the group.
+	group                               int
+	firstToken, firstLogit, firstTarget int
 	// hostMetadata is what attention needs of batch, in pinned memory. trip is the
 	// micro-batch's latest round trip through host attention, qkvOnHost the event behind its
 	// copy of q, k and v to the host, hostDone the event behind its work on the host.
@@ -24,9 +24,9 @@ type microBatch struct {
 	qkvOnHost, hostDone device.Event
 }
 
-// group is a merge group of a step. tokens and logits count its tokens and logit rows;
-// firstLogit is its first logit row within the step.
-type group struct{ tokens, logits, firstLogit int }
+// group is a merge group of a step. tokens, logits and targets count its tokens, logit rows and
+// targets; firstLogit is its first logit row within the step.
+type group struct{ tokens, logits, targets, firstLogit int }
 
 func (g *group) span() forward.Span { return forward.Span{Rows: g.tokens} }
 
@@ -46,6 +46,8 @@ type batcher struct {
 	decode bool
 	// wantLogProbs: whether log-probabilities of each logit row of the step are requested.
 	wantLogProbs []bool
+	// targets of the step.
+	targets int
 }
 
 func newBatcher(o *Options, batch func() forward.HostBatch) *batcher {
@@ -63,12 +65,16 @@ func (b *batcher) used() []microBatch { return b.all[:b.n] }
 // validate checks a step and returns the number of its tokens.
 func (b *batcher) validate(s *Step) (tokens int, err error) {
 	l := b.limits
-	logits, adjusts := 0, 0
+	logits, adjusts, targets := 0, 0, 0
 	for i := range s.Sequences {
 		q := &s.Sequences[i]
 		if len(q.Tokens) == 0 || q.LogitRows > len(q.Tokens) {
 			return 0, &SequenceError{i, fmt.Errorf("it has %d tokens and LogitRows is %d", len(q.Tokens), q.LogitRows)}
 		}
+		if len(q.Targets) > len(q.Tokens) {
+			return 0, &SequenceError{i, fmt.Errorf("it has %d tokens and %d targets", len(q.Tokens), len(q.Targets))}
+		}
+		targets += len(q.Targets)
 		tokens += len(q.Tokens)
 		logits += q.LogitRows
 		if q.LogitRows > 0 {
@@ -80,6 +86,8 @@ func (b *batcher) validate(s *Step) (tokens int, err error) {
 		return 0, errors.New("pipeline: the step has no tokens")
 	case tokens > l.MaxTokens:
 		return 0, fmt.Errorf("pipeline: the step has %d tokens, the maximum is %d", tokens, l.MaxTokens)
+	case s.Logits && targets > 0:
+		return 0, errors.New("pipeline: the step has targets, whose logits take the place of those that are requested")
 	case logits > l.MaxLogits:
 		return 0, fmt.Errorf("pipeline: the step has %d logit rows, the maximum is %d", logits, l.MaxLogits)
 	case adjusts > l.MaxAdjust:
@@ -97,7 +105,7 @@ func (b *batcher) split(s *Step, total int, shape *Shape) error {
 	b.n, each = b.microBatching.split(total)
 	b.decode = total == len(s.Sequences)
 	clear(b.groups)
-	b.wantLogProbs = b.wantLogProbs[:0]
+	b.wantLogProbs, b.targets = b.wantLogProbs[:0], 0
 	tokens, at := 0, -1
 	var mb *microBatch
 	var g *group
@@ -107,12 +115,12 @@ func (b *batcher) split(s *Step, total int, shape *Shape) error {
 			if at < 0 || mb.host.Rows() == each {
 				at++
 				mb = &b.all[at]
-				mb.group, mb.firstToken, mb.firstLogit = shape.groupOf(at), tokens, len(b.wantLogProbs)
+				mb.group, mb.firstToken, mb.firstLogit, mb.firstTarget = shape.groupOf(at), tokens, len(b.wantLogProbs), b.targets
 				g = &b.groups[mb.group]
 				if g.tokens == 0 {
 					g.firstLogit = mb.firstLogit
 				}
-				mb.host.Reset(g.tokens, g.logits)
+				mb.host.Reset(g.tokens, g.logits, g.targets)
 			}
 			to := min(from+each-mb.host.Rows(), len(q.Tokens))
 			first, err := mb.host.Append(&forward.Sequence{
@@ -132,6 +140,13 @@ func (b *batcher) split(s *Step, total int, shape *Shape) error {
 				}
 				b.wantLogProbs = append(b.wantLogProbs, d.LogProbs)
 				g.logits++
+			}
+			for r := from; r < min(to, len(q.Targets)); r++ {
+				if err := mb.host.Target(first+r-from, q.Targets[r]); err != nil {
+					return &SequenceError{i, err}
+				}
+				b.targets++
+				g.targets++
 			}
 			tokens += to - from
 			g.tokens += to - from

@@ -46,6 +46,9 @@ type Sequence struct {
 	// after each: 0 for a chunk that does not end its prompt, 1 for generation, more where
 	// more logits are wanted.
 	LogitRows int
+	// Targets are the tokens that follow the first of Tokens, one after another, which are to be judged
+	// as if they had been sampled: see Result.Targets. At most as many as Tokens.
+	Targets []int32
 	// SamplingParams of the sampled tokens. Its Position is ignored, since Start implies it.
 	// Its Adjust applies to the last logit row only: its counts of a token's occurrences hold
 	// after the last token.
@@ -92,13 +95,18 @@ type Result struct {
 	// LogProbs are one per logit row, nil if no sequence requests them. Rows whose
 	// SamplingParams do not request them have the zero LogProb.
 	LogProbs []LogProb
+	// Targets are one per target.
+	Targets []LogProb
 }
 
-// LogProb holds log-probabilities of one logit row, by the model's logits before penalties,
+// LogProb holds log-probabilities of one logit row or target, by the model's logits before penalties,
 // biases and temperature.
 type LogProb struct {
-	// Sampled is the log-probability of the sampled token.
+	// Sampled is the log-probability of the sampled token, or of the target.
 	Sampled float32
+	// Rank of a target is the number of tokens that are at least as probable, itself included; 0 for
+	// sampled tokens.
+	Rank int32
 	// TopIDs are the Limits.TopLogProbs most probable tokens, by falling probability and then
 	// by rising id; Top are their log-probabilities.
 	TopIDs []int32

@@ -15,9 +15,12 @@ import (
 )
 
 // resultOffsets are byte offsets of a step's results in pinned memory, behind the sampled
-// ids: counts of routed tokens, ids of routed and of predicted experts, log-probabilities,
-// logits.
-type resultOffsets struct{ counts, routed, predicted, tokenLogProbs, topIDs, top, logits int64 }
+// ids: counts of routed tokens, ids of routed and of predicted experts, log-probabilities, those of
+// targets, logits.
+type resultOffsets struct {
+	counts, routed, predicted, tokenLogProbs, topIDs, top, logits int64
+	targets                                                       struct{ logProbs, ranks, topIDs, top int64 }
+}
 
 func newResultOffsets(c *models.Config, l forward.Limits, groups int) resultOffsets {
 	var p resultOffsets
@@ -35,6 +38,10 @@ func newResultOffsets(c *models.Config, l forward.Limits, groups int) resultOffs
 		place(&p.tokenLogProbs, 4*int64(l.MaxLogits))
 		place(&p.topIDs, 4*int64(l.MaxLogits)*n)
 		place(&p.top, 4*int64(l.MaxLogits)*n)
+		place(&p.targets.logProbs, 4*int64(l.MaxTokens))
+		place(&p.targets.ranks, 4*int64(l.MaxTokens))
+		place(&p.targets.topIDs, 4*int64(l.MaxTokens)*n)
+		place(&p.targets.top, 4*int64(l.MaxTokens)*n)
 	}
 	p.logits = end
 	return p
@@ -95,6 +102,11 @@ func (r *results) enqueueCopies(b *batcher, withLogits bool) error {
 		}
 	}
 	for i := range b.used() {
+		if err := r.copyTargets(&b.all[i]); err != nil {
+			return err
+		}
+	}
+	for i := range b.used() {
 		mb := &b.all[i]
 		if !mb.batch.Sampling.LogProbs {
 			continue
@@ -111,6 +123,24 @@ func (r *results) enqueueCopies(b *batcher, withLogits bool) error {
 			if err := r.copy(x.stream, c.off, c.t); err != nil {
 				return err
 			}
+		}
+	}
+	return nil
+}
+
+// copyTargets enqueues the copies of the results for a micro-batch's targets.
+func (r *results) copyTargets(mb *microBatch) error {
+	if mb.batch.Targets.Rows == 0 {
+		return nil
+	}
+	x, at, row, n := &r.executors[mb.group], &r.offsets.targets, 4*int64(mb.firstTarget), int64(r.numTop)
+	t := x.model.Targets(mb.batch.Targets.Span)
+	for _, c := range [...]struct {
+		off int64
+		t   kernels.Tensor
+	}{{at.logProbs + row, t.LogProbs}, {at.ranks + row, t.Ranks}, {at.topIDs + row*n, t.TopIDs}, {at.top + row*n, t.Top}} {
+		if err := r.copy(x.stream, c.off, c.t); err != nil {
+			return err
 		}
 	}
 	return nil
@@ -167,6 +197,7 @@ func (r *results) read(b *batcher, withLogits bool) Result {
 	if slices.Contains(b.wantLogProbs, true) {
 		out.LogProbs = r.logProbs(b.wantLogProbs)
 	}
+	out.Targets = r.readTargets(b.targets)
 	if withLogits {
 		vocab := r.config.Vocab
 		r.logits, r.logitRows = resized(r.logits, rows*vocab), r.logitRows[:0]
@@ -199,6 +230,25 @@ func (r *results) logProbs(wanted []bool) []LogProb {
 		r.probs[i] = LogProb{Sampled: r.tokenLogProbs[i], TopIDs: topIDs, Top: top}
 	}
 	return r.probs
+}
+
+// readTargets reads the results for a step's targets. They have memory of their own, since few steps
+// have any, and some very many.
+func (r *results) readTargets(rows int) []LogProb {
+	n, at := r.numTop, &r.offsets.targets
+	if rows == 0 {
+		return nil
+	}
+	all := make([]LogProb, rows)
+	logProbs, ranks, topIDs, top := make([]float32, rows), make([]int32, rows), make([]int32, rows*n), make([]float32, rows*n)
+	r.floats(logProbs, at.logProbs)
+	r.ints(ranks, at.ranks)
+	r.ints(topIDs, at.topIDs)
+	r.floats(top, at.top)
+	for i := range all {
+		all[i] = LogProb{Sampled: logProbs[i], Rank: ranks[i], TopIDs: topIDs[i*n:][:n:n], Top: top[i*n:][:n:n]}
+	}
+	return all
 }
 
 // ints and floats read values at an offset in pinned memory, in the byte order that host and

@@ -20,6 +20,8 @@ import (
 
 type chatRequest struct {
 	common
+	// served is the model that it is for.
+	served *Model
 	prompt []int32
 	// conversation that the prompt is of.
 	conversation *conversation
@@ -44,8 +46,9 @@ type conversation struct {
 
 // parseChat reads the body of /v1/chat/completions.
 func (m *Model) parseChat(ctx context.Context, o *object) (*chatRequest, error) {
-	r := &chatRequest{common: parseCommon(o, m)}
+	r := &chatRequest{common: parseCommon(o, m), served: m}
 	parseMaxTokens(o, &r.common, "max_completion_tokens") // the newer name goes first
+	r.someTokens(o)
 	o.flag("logprobs", &r.params.LogProbs)
 	if o.integer("top_logprobs", &r.params.TopLogProbs) && r.params.TopLogProbs != 0 && !r.params.LogProbs {
 		o.fail("top_logprobs", "invalid_value", "Invalid value for 'top_logprobs': it needs 'logprobs' to be true.")
@@ -61,15 +64,35 @@ func (m *Model) parseChat(ctx context.Context, o *object) (*chatRequest, error) 
 	if err := o.end(); err != nil {
 		return nil, err
 	}
+	return r, r.render(ctx)
+}
+
+// render makes the prompt, once the body is parsed.
+func (r *chatRequest) render(ctx context.Context) (err error) {
+	m := r.served
 	if err := m.known(r.model); err != nil {
-		return nil, err
+		return err
 	}
-	var err error
-	if r.prompt, err = m.render(ctx, c, m.MaxModelLen); err != nil {
-		return nil, err
+	r.prompt, err = m.render(ctx, r.conversation, m.MaxModelLen)
+	r.params.KeepIDs = m.markers(r.conversation)
+	return err
+}
+
+// parser of a choice's output.
+func (r *chatRequest) parser() *output.Parser {
+	c := r.conversation
+	return output.New(output.Options{
+		Format: r.served.callFormat(c), Tools: c.tools, Begun: c.begun, Reasoning: r.served.Reasoning, Thinking: c.thinking,
+	})
+}
+
+// endsWithCall ends a choice with its first call.
+func (r *chatRequest) endsWithCall() func(text string) bool {
+	p := r.parser()
+	return func(text string) bool {
+		p.Push(text)
+		return p.Complete() > 0
 	}
-	r.params.KeepIDs = m.markers(c)
-	return r, nil
 }
 
 // parseConversation parses the members that the chat template uses.
@@ -373,24 +396,30 @@ func (m *Model) render(ctx context.Context, c *conversation, limit int) ([]int32
 }
 
 func (s *Server) chat(w *response, r *http.Request) error {
-	var m *Model
 	var req *chatRequest
-	if err := s.prepare(w, r, func(ctx context.Context, model *Model, o *object) (err error) {
-		m = model
+	if err := s.prepare(w, r, func(ctx context.Context, m *Model, o *object) (err error) {
 		req, err = m.parseChat(ctx, o)
 		return err
 	}); err != nil {
 		return err
 	}
-	if err := req.limit(req.prompt, m.ChatTokens, m.MaxModelLen, "messages"); err != nil {
+	return s.converse(w, r, req, &chatResponse{req: req, text: req.served.texts(), head: completionHead{
+		ID: "chatcmpl-" + w.id, Object: "chat.completion", Created: time.Now().Unix(), Model: req.called(),
+	}, streamed: make([]*output.Parser, req.params.N)})
+}
+
+// called is the name of the model in the response.
+func (r *chatRequest) called() string { return r.served.called(r.model) }
+
+// converse generates the completion of a conversation, whose response has any shape.
+func (s *Server) converse(w *response, r *http.Request, req *chatRequest, a responseShape) error {
+	m := req.served
+	if err := req.limit(req.prompt, m.ChatTokens, m.MaxModelLen, a.promptParam()); err != nil {
 		return err
 	}
 	req.sent.PromptTokens = len(req.prompt)
-	a := &chatResponse{req: req, model: m, text: m.texts(), head: completionHead{
-		ID: "chatcmpl-" + w.id, Object: "chat.completion", Created: time.Now().Unix(), Model: m.called(req.model),
-	}, streamed: make([]*output.Parser, req.params.N)}
 	if req.firstCall && m.callFormat(req.conversation) != nil {
-		req.params.Ends = a.endsWithCall
+		req.params.Ends = req.endsWithCall
 	}
 	return s.generate(w, r, m, &req.common, []engine.Request{{ID: w.id, Prompt: req.prompt, Encoded: true, CacheSalt: req.cacheSalt, Priority: req.priority, Params: req.params}}, a)
 }

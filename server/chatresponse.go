@@ -8,9 +8,10 @@ import (
 // chatCompletion is a whole response of /v1/chat/completions.
 type chatCompletion struct {
 	completionHead
-	Choices        []chatChoice `json:"choices"`
-	Usage          *usage       `json:"usage"`
-	PromptTokenIDs []int32      `json:"prompt_token_ids,omitempty"`
+	Choices        []chatChoice       `json:"choices"`
+	Usage          *usage             `json:"usage"`
+	PromptTokenIDs []int32            `json:"prompt_token_ids,omitempty"`
+	PromptLogProbs []positionLogProbs `json:"prompt_logprobs,omitempty"`
 }
 
 type chatChoice struct {
@@ -90,29 +91,11 @@ type chatLogProb struct {
 
 // chatResponse writes responses of /v1/chat/completions.
 type chatResponse struct {
-	req   *chatRequest
-	model *Model
-	head  completionHead
-	text  *tokenTexts
+	req  *chatRequest
+	head completionHead
+	text *tokenTexts
 	// streamed are the parsers of each choice of a stream; nil before its first update.
 	streamed []*output.Parser
-}
-
-// parser of a choice's output.
-func (a *chatResponse) parser() *output.Parser {
-	c := a.req.conversation
-	return output.New(output.Options{
-		Format: a.model.callFormat(c), Tools: c.tools, Begun: c.begun, Reasoning: a.model.Reasoning, Thinking: c.thinking,
-	})
-}
-
-// endsWithCall ends a choice with its first call.
-func (a *chatResponse) endsWithCall() func(text string) bool {
-	p := a.parser()
-	return func(text string) bool {
-		p.Push(text)
-		return p.Complete() > 0
-	}
 }
 
 // message collects deltas. calls are in the order of their index.
@@ -131,7 +114,7 @@ func (a *chatResponse) message(deltas []output.Delta) (content string, reasoning
 		}
 		c := &calls[len(calls)-1]
 		if d.Kind == output.Call {
-			c.ID, c.Type, c.Function.Name = a.model.newCallID(), "function", d.Text
+			c.ID, c.Type, c.Function.Name = a.req.served.newCallID(), "function", d.Text
 		} else {
 			c.Function.Arguments += d.Text
 		}
@@ -183,9 +166,9 @@ func (a *chatResponse) promptIDs() []int32 {
 }
 
 func (a *chatResponse) whole(choices []engine.Update, u *usage) any {
-	c := chatCompletion{completionHead: a.head, Usage: u, PromptTokenIDs: a.promptIDs(), Choices: make([]chatChoice, len(choices))}
+	c := chatCompletion{completionHead: a.head, Usage: u, PromptTokenIDs: a.promptIDs(), PromptLogProbs: a.req.promptPositions(a.text, 0, a.req.prompt), Choices: make([]chatChoice, len(choices))}
 	for i, u := range choices {
-		p := a.parser()
+		p := a.req.parser()
 		content, reasoning, calls := a.message(append(p.Push(u.Text), p.End()...))
 		for i := range calls {
 			calls[i].Index = nil
@@ -220,7 +203,7 @@ func (a *chatResponse) chunks(index int, first bool, u *engine.Update) []any {
 		}
 	}
 	if a.streamed[index] == nil {
-		a.streamed[index] = a.parser()
+		a.streamed[index] = a.req.parser()
 	}
 	p := a.streamed[index]
 	deltas := p.Push(u.Text)
@@ -245,10 +228,12 @@ func (a *chatResponse) chunks(index int, first bool, u *engine.Update) []any {
 	return all
 }
 
-func (a *chatResponse) last(u *usage) any {
+func (a *chatResponse) finished(u *usage) []any {
 	c := chatChunk{completionHead: a.head, Choices: []chatChunkChoice{}, Usage: u}
 	c.Object = "chat.completion.chunk"
-	return c
+	return a.req.endOfStream(c)
 }
+
+func (a *chatResponse) failed(e *Error) []any { return []any{e.body(), streamEnd{}} }
 
 func (a *chatResponse) promptParam() string { return "messages" }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net/http"
 	"time"
+	"unicode/utf8"
 
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/models/tokenizer"
@@ -41,7 +42,8 @@ func (s *Server) parseCompletion(ctx context.Context, m *Model, o *object) (*com
 		}
 	}
 	if r.echo && r.params.LogProbs {
-		o.unsupported("echo", "together with logprobs it asks for those of the prompt, which this server does not compute")
+		r.params.PromptLogProbs = true
+		r.params.TopPromptLogProbs = max(r.params.TopPromptLogProbs, r.params.TopLogProbs)
 	}
 	best := r.params.N
 	if o.integer("best_of", &best); best != r.params.N {
@@ -181,14 +183,15 @@ type completionChoice struct {
 	Text           string              `json:"text"`
 	LogProbs       *completionLogProbs `json:"logprobs"`
 	FinishReason   *string             `json:"finish_reason"`
+	PromptLogProbs []positionLogProbs  `json:"prompt_logprobs,omitempty"`
 	TokenIDs       []int32             `json:"token_ids,omitempty"`
 	PromptTokenIDs []int32             `json:"prompt_token_ids,omitempty"`
 }
 
-// completionLogProbs has an entry per token in each of its lists.
+// completionLogProbs has an entry per token in each of its lists; null for the first token of a prompt.
 type completionLogProbs struct {
 	Tokens        []string             `json:"tokens"`
-	TokenLogProbs []float64            `json:"token_logprobs"`
+	TokenLogProbs []*float64           `json:"token_logprobs"`
 	TopLogProbs   []map[string]float64 `json:"top_logprobs"`
 	// TextOffset of a token, in characters from the start of the choice's text.
 	TextOffset []int `json:"text_offset"`
@@ -215,14 +218,35 @@ func (a *completionResponse) choice(index int, first bool, u *engine.Update) com
 			c.PromptTokenIDs = p.ids
 		}
 	}
+	if first {
+		c.PromptLogProbs = a.req.promptPositions(a.text, index/a.req.params.N, p.ids)
+	}
 	if a.req.params.LogProbs {
-		c.LogProbs = a.logProbs(index, u.Tokens)
+		c.LogProbs = &completionLogProbs{Tokens: []string{}, TokenLogProbs: []*float64{}, TopLogProbs: []map[string]float64{}, TextOffset: []int{}}
+		if first && a.req.echo {
+			a.addPrompt(c.LogProbs, index, p)
+		}
+		a.addLogProbs(c.LogProbs, index, u.Tokens)
 	}
 	return c
 }
 
-func (a *completionResponse) logProbs(index int, tokens []engine.Token) *completionLogProbs {
-	l := &completionLogProbs{Tokens: []string{}, TokenLogProbs: []float64{}, TopLogProbs: []map[string]float64{}, TextOffset: []int{}}
+// addPrompt adds the tokens of a choice's prompt.
+func (a *completionResponse) addPrompt(l *completionLogProbs, index int, p *prompt) {
+	first, _ := a.text.shown(p.ids[0])
+	l.Tokens, l.TokenLogProbs, l.TopLogProbs = append(l.Tokens, first), append(l.TokenLogProbs, nil), append(l.TopLogProbs, nil)
+	tokens := make([]engine.Token, len(p.ids)-1)
+	for i, t := range a.req.promptTokens[index/a.req.params.N] {
+		tokens[i] = t.Token
+		tokens[i].Top = t.Top[:min(a.req.params.TopLogProbs, len(t.Top))]
+	}
+	a.addLogProbs(l, index, tokens)
+	// Special tokens are not in the text, and characters may have several tokens.
+	l.TextOffset = a.text.offsets(p.ids)
+	a.offsets[index] = utf8.RuneCountInString(p.text)
+}
+
+func (a *completionResponse) addLogProbs(l *completionLogProbs, index int, tokens []engine.Token) {
 	for _, t := range tokens {
 		text, n := a.text.shown(t.ID)
 		top := make(map[string]float64, len(t.Top)+1)
@@ -235,12 +259,12 @@ func (a *completionResponse) logProbs(index int, tokens []engine.Token) *complet
 			}
 		}
 		l.Tokens = append(l.Tokens, text)
-		l.TokenLogProbs = append(l.TokenLogProbs, logProb(t.LogProb))
+		own := logProb(t.LogProb)
+		l.TokenLogProbs = append(l.TokenLogProbs, &own)
 		l.TopLogProbs = append(l.TopLogProbs, top)
 		l.TextOffset = append(l.TextOffset, a.offsets[index])
 		a.offsets[index] += n
 	}
-	return l
 }
 
 func (a *completionResponse) whole(choices []engine.Update, u *usage) any {
@@ -257,8 +281,10 @@ func (a *completionResponse) chunks(index int, first bool, u *engine.Update) []a
 	return []any{completion{completionHead: a.head, Choices: []completionChoice{c}, Usage: a.req.chunkUsage(len(u.Tokens))}}
 }
 
-func (a *completionResponse) last(u *usage) any {
-	return completion{completionHead: a.head, Choices: []completionChoice{}, Usage: u}
+func (a *completionResponse) finished(u *usage) []any {
+	return a.req.endOfStream(completion{completionHead: a.head, Choices: []completionChoice{}, Usage: u})
 }
+
+func (a *completionResponse) failed(e *Error) []any { return []any{e.body(), streamEnd{}} }
 
 func (a *completionResponse) promptParam() string { return "prompt" }

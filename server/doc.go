@@ -1,5 +1,6 @@
 // Package server serves the OpenAI API over HTTP: completions and chat
-// completions, whole or as server-sent events, the list of models, and beside them
+// completions, also in the forms of the Responses API and of Anthropic's Messages API,
+// whole or as server-sent events, the list of models, and beside them
 // vLLM's tokenize and detokenize, health, load, version and Prometheus metrics, and, for
 // operators, /debug/residency and the stream of /debug/events, and on the admin address
 // what acts: sleep and wake, the reset of caches, and changes of settings. Several models can be served, each
@@ -17,8 +18,8 @@
 //
 //   - No request body, whatever it holds, gets a worse status than 4xx; 5xx means that this
 //     node cannot serve now, or is broken.
-//   - Every error has OpenAI's shape, {"error": {message, type, param, code}}, and
-//     names the member of the body that it is about.
+//   - Every error has OpenAI's shape, {"error": {message, type, param, code}}, or on Anthropic's paths
+//     theirs, and names the member of the body that it is about.
 //   - A client that leaves, or reads nothing for Options.WriteTimeout, ends its
 //     request in the engine and holds up no other.
 //   - A client that follows events and reads slowly loses some, reads how many, and delays
@@ -37,6 +38,11 @@
 //
 // Package models/chat/output splits the text into reasoning, content and tool calls, each choice by itself, by
 // the formats in Model. A streamed completion has the same ones as a whole one, and a chunk for every token.
+//
+// # Three forms of a chat
+//
+// A body of /v1/chat/completions, /v1/responses or /v1/messages becomes the same chatRequest, which converse has
+// generated; a responseShape writes what comes of it, chatResponse by itself and the other two from parts.
 //
 // # Example
 //

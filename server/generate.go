@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"strings"
 	"sync"
+	"unicode/utf8"
 
 	"github.com/moeserve/moeserve/engine"
 )
@@ -21,10 +22,30 @@ type responseShape interface {
 	// chunks of a stream for an update of a choice; none where there is nothing to send yet.
 	// first: it is the choice's first update.
 	chunks(index int, first bool, u *engine.Update) []any
-	// last is the chunk that has the usage.
-	last(u *usage) any
+	// finished are the chunks behind all others, with the usage, and failed those where an error ends the
+	// stream.
+	finished(u *usage) []any
+	failed(e *Error) []any
 	// promptParam is the member of the body that holds the prompt.
 	promptParam() string
+}
+
+// Chunks are events of their JSON form; a namedEvent has a name, too, and a streamEnd is the event that
+// ends streams of OpenAI's first endpoints.
+type (
+	namedEvent struct {
+		name string
+		data any
+	}
+	streamEnd struct{}
+)
+
+// endOfStream ends a stream of OpenAI's first endpoints, with the usage if it is requested.
+func (c *common) endOfStream(usage any) []any {
+	if !c.usage {
+		return []any{streamEnd{}}
+	}
+	return []any{usage, streamEnd{}}
 }
 
 // usage of a request, in tokens.
@@ -70,6 +91,7 @@ func (s *Server) generate(w *response, r *http.Request, m *Model, c *common, req
 		}
 		jobs = append(jobs, m.Metrics.read(job, req.Params))
 	}
+	c.promptTokens = make([][]engine.PromptLogProb, len(jobs))
 	if c.stream {
 		return s.stream(ctx, w, c, jobs, a)
 	}
@@ -87,8 +109,9 @@ func (s *Server) generate(w *response, r *http.Request, m *Model, c *common, req
 			at := i*c.params.N + u.Sample
 			texts[at].WriteString(u.Text)
 			choices[at].Tokens = append(choices[at].Tokens, u.Tokens...)
-			choices[at].Finish = u.Finish
+			choices[at].Finish, choices[at].StopString = u.Finish, u.StopString
 		}
+		c.promptTokens[i] = j.job.PromptLogProbs()
 	}
 	for i := range choices {
 		choices[i].Text = texts[i].String()
@@ -105,15 +128,11 @@ func (s *Server) stream(ctx context.Context, w *response, c *common, jobs []*rea
 		at := job*c.params.N + u.Sample
 		first := !seen[at]
 		seen[at] = true
+		c.promptTokens[job] = jobs[job].job.PromptLogProbs()
 		if c.usageSoFar {
 			c.sent.PromptTokensDetails = total(jobs).PromptTokensDetails
 		}
-		for _, chunk := range a.chunks(at, first, &u) {
-			if err := w.event(chunk); err != nil {
-				return err
-			}
-		}
-		return nil
+		return w.events(a.chunks(at, first, &u))
 	})
 	var broken *writeError
 	if errors.As(err, &broken) {
@@ -127,13 +146,10 @@ func (s *Server) stream(ctx context.Context, w *response, c *common, jobs []*rea
 		if e.Status >= http.StatusInternalServerError {
 			s.o.Log.Warn("stream aborted", "request_id", w.id, "err", err)
 		}
-		err = w.event(e.body())
-	} else if c.usage {
-		err = w.event(a.last(total(jobs)))
+		w.events(a.failed(e)) //nolint:errcheck // the response ends, and its reader is gone
+		return nil
 	}
-	if err == nil {
-		w.eventsEnd() //nolint:errcheck // the response is complete, and its reader gone
-	}
+	w.events(a.finished(total(jobs))) //nolint:errcheck // the response is complete, and its reader gone
 	return nil
 }
 
@@ -279,6 +295,20 @@ func (t *tokenTexts) shown(id int32) (string, int) {
 		return b.String(), n
 	}
 	return text, n
+}
+
+// offsets are where the text of each of a prompt's tokens begins in the prompt's text, in characters.
+func (t *tokenTexts) offsets(ids []int32) []int {
+	all := make([]int, len(ids))
+	if t.m.Tokenizer == nil {
+		return all
+	}
+	stream, at := t.m.Tokenizer.NewStream(true), 0
+	for i, id := range ids {
+		all[i] = at
+		at += utf8.RuneCountInString(stream.Push(id))
+	}
+	return all
 }
 
 // bytes of a token's text; nil where they are not known.

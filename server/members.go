@@ -12,6 +12,9 @@ const (
 	inBody         = "body"
 	inCompletion   = "/v1/completions"
 	inChat         = "/v1/chat/completions"
+	inMessages     = "/v1/messages"
+	inResponses    = "/v1/responses"
+	inText         = "`text` of responses"
 	inConversation = "a conversation" // of chats and of /tokenize
 	inStream       = "stream_options"
 	inMessage      = "messages[]"
@@ -52,17 +55,14 @@ var members = slices.Concat(
 	ignored(inBody, "cached prefixes stay until their place is needed", "prompt_cache_retention"),
 	ignored(inBody, "the text is as the tokenizer decodes it", "spaces_between_special_tokens"),
 	ignored(inBody, "of beam search", "length_penalty"),
-	refused(inBody, "use_beam_search", "there is sampling only", "false"),
+	refused(inBody, "use_beam_search", "there is sampling only; give n for more completions than one", "false"),
 	refused(inBody, "service_tier", "there is one tier", `"auto"`, `"default"`),
-	refused(inBody, "prompt_logprobs", "log-probabilities of a prompt are not computed"),
 	refused(inBody, "truncate_prompt_tokens", "prompts are not shortened"),
 	refused(inBody, "structured_outputs", "completions are not constrained", "{}"),
 	refused(inBody, "guided_json", "completions are not constrained"),
 	refused(inBody, "guided_regex", "completions are not constrained"),
 	refused(inBody, "guided_choice", "completions are not constrained"),
 	refused(inBody, "guided_grammar", "completions are not constrained"),
-	refused(inBody, "bad_words", "give the ids of tokens in logit_bias, with -100", "[]"),
-	refused(inBody, "allowed_token_ids", "completions are not constrained"),
 	refused(inBody, "logprob_token_ids", "log-probabilities are those of the most probable tokens"),
 	refused(inBody, "return_tokens_as_token_ids", "ask for return_token_ids", "false"),
 
@@ -81,6 +81,31 @@ var members = slices.Concat(
 	refused(inConversation, "chat_template", "chats go through the model's own template"),
 	refused(inConversation, "continue_final_message", "a completion is a new message", "false"),
 	refused(inConversation, "documents", "put them into a message", "[]"),
+
+	ignored(inMessages, "about the client, not the completion", "metadata"),
+	ignored(inMessages, "every prefix is cached", "cache_control"),
+	ignored(inMessages, "conversations are not shortened", "context_management"),
+	refused(inMessages, "service_tier", "there is one tier", `"auto"`, `"standard_only"`),
+	refused(inMessages, "output_format", "completions are not constrained"),
+	refused(inMessages, "container", "this server runs nothing"),
+	refused(inMessages, "mcp_servers", "this server connects to none", "[]"),
+	refused(inMessages, "inference_geo", "the model runs where this server is"),
+	refused(inMessages, "speed", "there is one speed", `"standard"`),
+
+	ignored(inResponses, "about the client, not the completion", "user", "safety_identifier"),
+	ignored(inResponses, "nothing is stored, and responses say so", "store"),
+	ignored(inResponses, "prefixes are cached by their content; cache_salt keeps users apart", "prompt_cache_key"),
+	ignored(inResponses, "cached prefixes stay until their place is needed", "prompt_cache_retention"),
+	refused(inResponses, "service_tier", "there is one tier", `"auto"`, `"default"`),
+	refused(inResponses, "previous_response_id", "nothing is stored: send the conversation as input"),
+	refused(inResponses, "conversation", "nothing is stored: send the conversation as input"),
+	refused(inResponses, "prompt", "nothing is stored: send the prompt as instructions and input"),
+	refused(inResponses, "background", "nothing is stored that could be asked for later", "false"),
+	refused(inResponses, "truncation", "conversations are not shortened", `"disabled"`),
+	refused(inResponses, "context_management", "conversations are not shortened", "[]"),
+	refused(inResponses, "max_tool_calls", "this server runs no tools"),
+	refused(inResponses, "top_logprobs", "log-probabilities are those of /v1/chat/completions", "0"),
+	refused(inText, "verbosity", "ask for it in a message", `"medium"`),
 
 	ignored(inStream, "chunks are not padded", "include_obfuscation"),
 

@@ -2,8 +2,11 @@ package server
 
 import (
 	"encoding/json"
+	"errors"
 	"math/rand/v2"
 	"strconv"
+	"strings"
+	"unicode"
 
 	"github.com/moeserve/moeserve/engine"
 )
@@ -14,8 +17,7 @@ type common struct {
 	cacheSalt        string
 	priority         int
 	params           engine.Params
-	// maxTokens is 0 if the body has none, and may be allThatFits; maxTokensParam is the member
-	// that set it.
+	// maxTokens may be allThatFits; maxTokensParam is the member that set it, empty if the body has none.
 	maxTokens      int
 	maxTokensParam string
 	stream         bool
@@ -25,6 +27,11 @@ type common struct {
 	sent              usage
 	// tokenIDs requests the ids of prompt and completion.
 	tokenIDs bool
+	// promptLogProbs requests the log-probabilities of the prompt, with those of promptTop other tokens.
+	// promptTokens have those of each prompt, once they are known.
+	promptLogProbs bool
+	promptTop      int
+	promptTokens   [][]engine.PromptLogProb
 }
 
 // chunkUsage is the usage of a chunk that brings tokens more: omitted where it is not requested,
@@ -47,12 +54,40 @@ func parseCommon(o *object, m *Model) common {
 	c := common{params: m.Defaults}
 	p := &c.params
 	o.settle(inBody)
-	o.text("model", &c.model)
-	o.text("request_id", &c.requestID)
-	parseCacheSalt(o, &c)
-	o.integer("priority", &c.priority)
+	parseIdentity(o, &c)
 	parseMaxTokens(o, &c, "max_tokens")
 	o.integer("min_tokens", &p.MinTokens)
+	parseSampling(o, p, m.vocab())
+	if o.integer("n", &p.N) && (p.N < 1 || p.N > engine.MaxN) {
+		o.fail("n", "invalid_value", "Invalid value for 'n': it must be from 1 to %d, and is %d.", engine.MaxN, p.N)
+	}
+	parseStop(o, p)
+	o.ids("stop_token_ids", &p.StopIDs, m.vocab())
+	o.flag("include_stop_str_in_output", &p.IncludeStop)
+	o.flag("ignore_eos", &p.IgnoreEOS)
+	skip := true
+	o.flag("skip_special_tokens", &skip)
+	p.SpecialTokens = !skip
+	o.flag("return_token_ids", &c.tokenIDs)
+	o.flag("stream", &c.stream)
+	parseStreamOptions(o, &c)
+	parsePromptLogProbs(o, &c)
+	parseBadWords(o, p, m)
+	parseAllowedIDs(o, p, m.vocab())
+	parseResponseFormat(o)
+	return c
+}
+
+// parseIdentity parses for which model a request is, and how it stands to others.
+func parseIdentity(o *object, c *common) {
+	o.text("model", &c.model)
+	o.text("request_id", &c.requestID)
+	parseCacheSalt(o, c)
+	o.integer("priority", &c.priority)
+}
+
+// parseSampling parses how tokens are sampled.
+func parseSampling(o *object, p *engine.Params, vocab int) {
 	o.number("temperature", &p.Temperature)
 	o.number("top_p", &p.TopP)
 	if o.integer("top_k", &p.TopK) && p.TopK == -1 {
@@ -66,22 +101,7 @@ func parseCommon(o *object, m *Model) common {
 	if seed, ok := o.int64("seed"); ok {
 		p.Seed = uint64(seed)
 	}
-	if o.integer("n", &p.N) && (p.N < 1 || p.N > engine.MaxN) {
-		o.fail("n", "invalid_value", "Invalid value for 'n': it must be from 1 to %d, and is %d.", engine.MaxN, p.N)
-	}
-	parseLogitBias(o, p, m.vocab())
-	parseStop(o, p)
-	o.ids("stop_token_ids", &p.StopIDs, m.vocab())
-	o.flag("include_stop_str_in_output", &p.IncludeStop)
-	o.flag("ignore_eos", &p.IgnoreEOS)
-	skip := true
-	o.flag("skip_special_tokens", &skip)
-	p.SpecialTokens = !skip
-	o.flag("return_token_ids", &c.tokenIDs)
-	o.flag("stream", &c.stream)
-	parseStreamOptions(o, &c)
-	parseResponseFormat(o)
-	return c
+	parseLogitBias(o, p, vocab)
 }
 
 // parseCacheSalt parses cache_salt. An empty one is an error, as with vLLM: who sends it expects to
@@ -104,8 +124,72 @@ func parseMaxTokens(o *object, c *common, member string) {
 		return
 	}
 	c.maxTokensParam = member
-	if c.maxTokens < 1 && c.maxTokens != allThatFits {
-		o.fail(member, "invalid_value", "Invalid value for '%s': it must be at least 1, or -1 for all that fits, and is %d.", member, c.maxTokens)
+	if c.maxTokens < 0 && c.maxTokens != allThatFits {
+		o.fail(member, "invalid_value", "Invalid value for '%s': it must be at least 0, or -1 for all that fits, and is %d.", member, c.maxTokens)
+	}
+}
+
+// someTokens refuses a maximum of 0, which is for prompts alone.
+func (c *common) someTokens(o *object) {
+	if c.maxTokensParam != "" && c.maxTokens == 0 {
+		o.fail(c.maxTokensParam, "invalid_value", "Invalid value for '%s': it must be at least 1, or -1 for all that fits, and is 0.", c.maxTokensParam)
+	}
+}
+
+// parsePromptLogProbs parses prompt_logprobs, which as with vLLM is not for streams.
+func parsePromptLogProbs(o *object, c *common) {
+	const member = "prompt_logprobs"
+	if c.promptLogProbs = o.integer("prompt_logprobs", &c.promptTop); !c.promptLogProbs {
+		return
+	}
+	if n := c.promptTop; n < 0 || n > engine.MaxTopLogProbs {
+		o.fail(member, "invalid_value", "Invalid value for '%s': it must be from 0 to %d, and is %d.", member, engine.MaxTopLogProbs, n)
+	}
+	if c.stream {
+		o.fail(member, "invalid_value", "The '%s' parameter is not available when 'stream' is enabled.", member)
+	}
+	c.params.PromptLogProbs, c.params.TopPromptLogProbs = true, c.promptTop
+}
+
+// parseBadWords parses bad_words. As with vLLM a word is banned as it is, and as it follows a space where
+// that is another first token of as many.
+func parseBadWords(o *object, p *engine.Params, m *Model) {
+	const member = "bad_words"
+	words, ok := o.list("bad_words", "an array of strings", engine.MaxBadWords/2)
+	if !ok || len(words) == 0 {
+		return
+	}
+	if m.Tokenizer == nil {
+		o.fail(member, "invalid_value", "'%s' cannot be used: the model has no tokenizer.", member)
+		return
+	}
+	for _, raw := range words {
+		if kindOf(raw) != "a string" {
+			o.wrongType(member, "an array of strings", raw)
+			return
+		}
+		if len(raw) > len(`""`)+len(`\u0000`)*engine.MaxStopBytes {
+			o.fail(member, "invalid_value", "Invalid value for '%s': a word must have at most %d bytes.", member, engine.MaxStopBytes)
+			return
+		}
+		word := strings.TrimLeftFunc(unquote(raw), unicode.IsSpace)
+		plain, err := m.Tokenizer.Encode(word, false)
+		spaced, err2 := m.Tokenizer.Encode(" "+word, false)
+		if err := errors.Join(err, err2); err != nil || len(plain) == 0 || len(plain) > engine.MaxBadWordTokens {
+			o.fail(member, "invalid_value", "Invalid value for '%s': %s has %d tokens, and must have from 1 to %d.", member, strconv.Quote(truncate(word)), len(plain), engine.MaxBadWordTokens)
+			return
+		}
+		p.BadWords = append(p.BadWords, plain)
+		if len(spaced) == len(plain) && spaced[0] != plain[0] {
+			p.BadWords = append(p.BadWords, spaced)
+		}
+	}
+}
+
+// parseAllowedIDs parses allowed_token_ids, of which an empty list would leave nothing.
+func parseAllowedIDs(o *object, p *engine.Params, limit int) {
+	if o.ids("allowed_token_ids", &p.AllowedIDs, limit) && len(p.AllowedIDs) == 0 {
+		o.fail("allowed_token_ids", "invalid_value", "Invalid value for 'allowed_token_ids': it is empty, so that no token could be sampled.")
 	}
 }
 
@@ -217,15 +301,15 @@ func parseResponseFormat(o *object) {
 func (c *common) limit(prompt []int32, otherwise, maxModelLen int, promptParam string) error {
 	room := maxModelLen - len(prompt)
 	switch {
-	case room < 1:
+	case room < 0, room == 0 && (c.maxTokensParam == "" || c.maxTokens != 0):
 		return promptTooLong(promptParam, maxModelLen, strconv.Itoa(len(prompt)))
 	case c.maxTokens > room:
 		return badRequest(c.maxTokensParam, "context_length_exceeded",
 			"This model's maximum context length is %d tokens. The prompt has %d tokens and %s is %d: the maximum for it is %d.",
 			maxModelLen, len(prompt), c.maxTokensParam, c.maxTokens, room)
-	case c.maxTokens > 0:
+	case c.maxTokensParam != "" && c.maxTokens != allThatFits:
 		c.params.MaxTokens = c.maxTokens
-	case c.maxTokens == 0 && otherwise > 0:
+	case c.maxTokensParam == "" && otherwise > 0:
 		c.params.MaxTokens = min(otherwise, room)
 	default:
 		c.params.MaxTokens = room

@@ -71,7 +71,7 @@ func (s *Server) index(w *response, _ *http.Request) error {
 		Version string `json:"version"`
 		API     string `json:"api"`
 		Docs    string `json:"docs"`
-	}{"moeserve", s.o.Version, "OpenAI's, below /v1: /v1/models, /v1/completions, /v1/chat/completions", "https://github.com/moeserve/moeserve"})
+	}{"moeserve", s.o.Version, "OpenAI's, below /v1: /v1/models, /v1/completions, /v1/chat/completions, /v1/responses; Anthropic's /v1/messages", "https://github.com/moeserve/moeserve"})
 	return nil
 }
 
@@ -79,8 +79,8 @@ func (s *Server) index(w *response, _ *http.Request) error {
 // what is not done, or what to use.
 var elsewhere = []struct{ begins, message string }{
 	{"/v1/embeddings", "This server does not do embeddings."},
-	{"/v1/responses", "This server does not have the Responses API; use /v1/chat/completions."},
-	{"/v1/messages", "This server does not have the Messages API; use /v1/chat/completions."},
+	{"/v1/responses/", "This server does not store responses."},
+	{"/v1/messages/batches", "This server does not do batches; send the requests at once."},
 	{"/v1/conversations", "This server does not store conversations; use /v1/chat/completions."},
 	{"/v1/assistants", "This server does not have the Assistants API; use /v1/chat/completions."},
 	{"/v1/threads", "This server does not have the Assistants API; use /v1/chat/completions."},
@@ -103,7 +103,6 @@ var elsewhere = []struct{ begins, message string }{
 	{"/score", "This server does not score."},
 	{"/classify", "This server does not classify."},
 	{"/pooling", "This server does not do embeddings."},
-	{"/tokenizer_info", "This server does not give out its tokenizer; use /tokenize and /detokenize."},
 	{"/server_info", "Use /version, /metrics and /debug/residency."},
 	{"/sleep", onAdmin},
 	{"/wake_up", onAdmin},

@@ -29,6 +29,8 @@ type response struct {
 	entered bool
 	ran     *requestLog
 	refused *Error
+	// errorBody is the form of errors on this route; nil: OpenAI's.
+	errorBody func(e *Error, id string) any
 
 	// status that was sent; 0: none yet.
 	status    int
@@ -131,6 +133,10 @@ func (w *response) fail(e *Error) {
 		return
 	}
 	e.header(w.Header())
+	if w.errorBody != nil {
+		w.json(e.Status, w.errorBody(e, w.id))
+		return
+	}
 	w.json(e.Status, e.body())
 }
 
@@ -150,6 +156,21 @@ func (w *response) named(name string, v any) error {
 	w.marshal(v)
 	w.buf.WriteByte('\n')
 	return w.flush()
+}
+
+// events writes chunks of a stream. Its error is a *writeError.
+func (w *response) events(chunks []any) (err error) {
+	for i := 0; i < len(chunks) && err == nil; i++ {
+		switch c := chunks[i].(type) {
+		case streamEnd:
+			err = w.eventsEnd()
+		case namedEvent:
+			err = w.named(c.name, c.data)
+		default:
+			err = w.event(c)
+		}
+	}
+	return err
 }
 
 // comment writes a comment, which clients of server-sent events ignore.

@@ -55,6 +55,8 @@ type Model struct {
 	Engine    Engine
 	Tokenizer tokenizer.Tokenizer // nil: prompts are token ids
 	Template  Template            // nil: there are no chats
+	// TokenizerConfig is the checkpoint's tokenizer_config.json; nil without one.
+	TokenizerConfig []byte
 	// MaxModelLen is the maximum of prompt and completion tokens together.
 	MaxModelLen int
 	// Vocab is the number of token ids, which bounds lists of them. 0: not known.
@@ -209,6 +211,8 @@ type route struct {
 	open bool
 	// works: it needs the model, is limited in number, and refused while the server stops.
 	works bool
+	// errorBody is the form of its errors; nil: OpenAI's.
+	errorBody func(e *Error, id string) any
 }
 
 // New makes a server that has no model yet.
@@ -221,27 +225,34 @@ func New(o Options) *Server {
 	work := func(h func(*response, *http.Request) error) map[string]route {
 		return map[string]route{http.MethodPost: {handle: h, works: true}}
 	}
+	message := func(h func(*response, *http.Request) error) map[string]route {
+		return map[string]route{http.MethodPost: {handle: h, works: true, errorBody: messageError}}
+	}
 	ping := get(route{handle: s.health, open: true})
 	ping[http.MethodPost] = ping[http.MethodGet]
 	s.routes = map[string]map[string]route{
-		"/v1/completions":      work(s.completions),
-		"/v1/chat/completions": work(s.chat),
-		"/tokenize":            work(s.tokenize),
-		"/detokenize":          work(s.detokenize),
-		"/v1/models":           get(route{handle: s.models}),
-		modelPrefix:            get(route{handle: s.modelByName}),
-		"/":                    get(route{handle: s.index, open: true}),
-		"/health":              get(route{handle: s.health, open: true}),
-		"/health/live":         get(route{handle: s.live, open: true}),
-		"/health/ready":        get(route{handle: s.ready, open: true}),
-		"/ping":                ping,
-		"/load":                get(route{handle: s.load, open: true}),
-		"/version":             get(route{handle: s.version, open: true}),
-		"/metrics":             get(route{handle: s.metrics, open: true}),
-		"/debug/residency":     get(route{handle: s.residency}),
-		"/debug/kv":            get(route{handle: s.kv}),
-		"/debug/turns":         get(route{handle: s.turns}),
-		"/debug/events":        {http.MethodGet: route{handle: s.events}},
+		"/v1/completions":           work(s.completions),
+		"/v1/chat/completions":      work(s.chat),
+		"/v1/responses":             work(s.responses),
+		"/v1/messages":              message(s.messages),
+		"/v1/messages/count_tokens": message(s.countTokens),
+		"/tokenize":                 work(s.tokenize),
+		"/detokenize":               work(s.detokenize),
+		"/tokenizer_info":           get(route{handle: s.tokenizerInfo}),
+		"/v1/models":                get(route{handle: s.models}),
+		modelPrefix:                 get(route{handle: s.modelByName}),
+		"/":                         get(route{handle: s.index, open: true}),
+		"/health":                   get(route{handle: s.health, open: true}),
+		"/health/live":              get(route{handle: s.live, open: true}),
+		"/health/ready":             get(route{handle: s.ready, open: true}),
+		"/ping":                     ping,
+		"/load":                     get(route{handle: s.load, open: true}),
+		"/version":                  get(route{handle: s.version, open: true}),
+		"/metrics":                  get(route{handle: s.metrics, open: true}),
+		"/debug/residency":          get(route{handle: s.residency}),
+		"/debug/kv":                 get(route{handle: s.kv}),
+		"/debug/turns":              get(route{handle: s.turns}),
+		"/debug/events":             {http.MethodGet: route{handle: s.events}},
 	}
 	s.addAdmin()
 	return s
@@ -408,6 +419,9 @@ func (s *Server) dispatch(routes map[string]map[string]route, w *response, r *ht
 			Status: http.StatusMethodNotAllowed, Type: invalidRequest, Code: "method_not_allowed",
 			Message: fmt.Sprintf("Method %s is not allowed for %s; use %s.", truncate(r.Method), truncate(r.URL.Path), strings.Join(allowed, " or ")),
 		}
+	}
+	if w.errorBody = route.errorBody; w.errorBody != nil {
+		w.Header().Set("Request-Id", w.id)
 	}
 	if !route.open && !s.authorized(r) {
 		return &Error{

@@ -2,8 +2,10 @@ package server
 
 import (
 	"context"
+	"encoding/json"
 	"net/http"
 
+	"github.com/moeserve/moeserve/models/chat"
 	"github.com/moeserve/moeserve/models/tokenizer"
 )
 
@@ -79,6 +81,35 @@ func (m *Model) tokenize(ctx context.Context, o *object) (*tokenized, error) {
 		}
 	}
 	return a, nil
+}
+
+// tokenizerInfo returns the tokenizer's configuration, in vLLM's form: as transformers has it, special tokens are
+// their texts.
+func (s *Server) tokenizerInfo(w *response, r *http.Request) error {
+	m, err := s.inURL(r)
+	if err != nil {
+		return err
+	}
+	if m.Tokenizer == nil {
+		return badRequest("", "invalid_value", "The model has no tokenizer.")
+	}
+	info, err := chat.ParseObject(m.TokenizerConfig)
+	if err != nil {
+		info = chat.Object{} // without a tokenizer_config.json
+	}
+	for _, name := range []string{"bos_token", "eos_token", "unk_token", "pad_token"} {
+		var token struct{ Content *string }
+		if raw := info.Get(name); raw == nil {
+			info.Set(name, json.RawMessage("null"))
+		} else if json.Unmarshal(raw, &token) == nil && token.Content != nil {
+			info.Set(name, jsonString(*token.Content))
+		}
+	}
+	if t, ok := m.Template.(interface{ Source() string }); ok {
+		info.Set("chat_template", jsonString(t.Source()))
+	}
+	w.json(http.StatusOK, info.JSON())
+	return nil
 }
 
 // detokenized is vLLM's response of /detokenize.

@@ -21,6 +21,8 @@ const (
 	onBoth        = "both"
 	onCompletions = "/v1/completions"
 	onChats       = "/v1/chat/completions"
+	onMessages    = "/v1/messages"
+	onResponses   = "/v1/responses"
 )
 
 // apiParameter is a member of a body that the server acts on: where it belongs, a value, and what it
@@ -31,7 +33,7 @@ type apiParameter struct{ on, name, value, does string }
 // apiParameters are all of them; those that the server does nothing about are server.Members.
 var apiParameters = []apiParameter{
 	{onCompletions, "prompt", `"1+2="`, "text, token ids, or a list of either"},
-	{onCompletions, "echo", `true`, "the prompt before the completion"},
+	{onCompletions, "echo", `true`, "the prompt before the completion; with `logprobs` its tokens have theirs, too"},
 	{onCompletions, "logprobs", `2`, "log-probabilities of the sampled token and of this many others"},
 	{onCompletions, "best_of", `1`, "only as many as `n`"},
 	{onCompletions, "best_of", `3`, ""},
@@ -52,7 +54,10 @@ var apiParameters = []apiParameter{
 	{onBoth, "cache_salt", `"a"`, "share cached prefixes only with requests of the same salt (vLLM)"},
 	{onBoth, "priority", `0`, "with `--scheduling-policy priority` lower values come first (vLLM); with `fair` a nice level from -20 to 19, with 1.25 times the weight of the next; with `fcfs` only 0"},
 	{onBoth, "priority", `5`, ""},
-	{onBoth, "max_tokens", `1`, "maximum tokens to generate; -1: all that fits"},
+	{onBoth, "max_tokens", `1`, "maximum tokens to generate; -1: all that fits; in completions 0: only the prompt is computed"},
+	{onBoth, "prompt_logprobs", `2`, "log-probabilities and ranks of the prompt's tokens, and of this many others at each position, up to 20; not in streams. Such a prompt is computed whole, whatever the prefix cache has of it (vLLM)"},
+	{onBoth, "bad_words", `["x"]`, "words that are not generated, also of several tokens (vLLM)"},
+	{onBoth, "allowed_token_ids", `[3, 5]`, "the only tokens that are generated (vLLM)"},
 	{onBoth, "min_tokens", `1`, "minimum tokens before an end (vLLM)"},
 	{onBoth, "temperature", `0`, "sampling temperature; 0 is greedy; the default is the model's (`--generation-config`) or 1"},
 	{onBoth, "top_p", `0.9`, "nucleus sampling"},
@@ -76,34 +81,62 @@ var apiParameters = []apiParameter{
 	{onBoth, "stream_options.continuous_usage_stats", `false`, "usage so far in every chunk; needs `include_usage` (vLLM)"},
 	{onBoth, "response_format.type", `"text"`, "text only"},
 	{onBoth, "response_format.type", `"json_object"`, ""},
+	{onMessages, "messages", `[{"role": "user", "content": [{"type": "text", "text": "1+2="}]}]`, "the conversation: blocks of `text`, `thinking`, `tool_use` and `tool_result`; the last is the user's"},
+	{onMessages, "max_tokens", `2`, "maximum tokens to generate, which must be given; -1: all that fits"},
+	{onMessages, "system", `"Be right."`, "a text, or blocks of text, before the conversation"},
+	{onMessages, "stop_sequences", `["x"]`, "as `stop`"},
+	{onMessages, "stream", `false`, "Anthropic's events, a delta for each piece of text"},
+	{onMessages, "thinking.type", `"disabled"`, "`enabled` or `disabled` set the chat template's `enable_thinking`; `budget_tokens` is not kept: reasoning is as long as the model makes it"},
+	{onMessages, "output_config.effort", `"low"`, "as `reasoning_effort`"},
+	{onMessages, "output_config.format", `{"type": "text"}`, "text only"},
+	{onMessages, "output_config.format", `{"type": "json_schema"}`, ""},
+	{onMessages, "tools", "", "functions with `name`, `description` and `input_schema`"},
+	{onMessages, "tool_choice", `{"type": "auto"}`, "`auto`, `any`, `tool` with a `name`, or `none`; with `disable_parallel_tool_use` only the first call is returned"},
+	{onResponses, "input", `[{"role": "user", "content": "1+2="}]`, "a text, or items: messages, `reasoning`, `function_call` and `function_call_output`"},
+	{onResponses, "instructions", `"Be right."`, "a system message before the input"},
+	{onResponses, "max_output_tokens", `2`, "maximum tokens to generate; -1: all that fits"},
+	{onResponses, "stream", `false`, "the events of the Responses API"},
+	{onResponses, "metadata", `{"a": "b"}`, "returned as it is"},
+	{onResponses, "reasoning.effort", `"low"`, "as `reasoning_effort`; `summary` is ignored, since the response has the reasoning itself"},
+	{onResponses, "text.format", `{"type": "text"}`, "text only"},
+	{onResponses, "text.format", `{"type": "json_object"}`, ""},
+	{onResponses, "include", `["reasoning.encrypted_content"]`, "only this, which has no effect: reasoning is not encrypted"},
+	{onResponses, "include", `["file_search_call.results"]`, ""},
+	{onResponses, "tools", "", "of type `function`"},
+	{onResponses, "tool_choice", `"auto"`, "as in chats; a function as `{\"type\": \"function\", \"name\": …}`"},
+	{onResponses, "parallel_tool_calls", `false`, "false: only the first call is returned"},
 }
 
 // endpoints say what each path of the server is for.
 var endpoints = map[string]string{
-	"/v1/completions":      "POST: completions of prompts",
-	"/v1/chat/completions": "POST: completions of conversations, through the model's chat template",
-	"/v1/models":           "GET: the served model, by each of its names; `/v1/models/NAME` too",
-	"/tokenize":            "POST: text or a conversation into token ids (vLLM)",
-	"/detokenize":          "POST: token ids into text (vLLM)",
-	"/":                    "GET: what this server is; needs no key",
-	"/health":              "GET: 200 while the model answers, with `status` `degraded` while steps fail; 503 while it loads; needs no key",
-	"/health/live":         "GET: 200 from the start, 503 once the engine has failed; needs no key",
-	"/health/ready":        "GET: 200 while requests are accepted and steps succeed, else 503, also during the drain; needs no key",
-	"/ping":                "GET, POST: as `/health` (vLLM)",
-	"/load":                "GET: number of requests that use the model now (vLLM); needs no key",
-	"/version":             "GET: version of this server; needs no key",
-	"/metrics":             "GET: [metrics](metrics.md) for Prometheus; needs no key",
-	"/debug/residency":     "GET: where every expert is ([fields](json.md#debugresidency))",
-	"/debug/kv":            "GET: where KV blocks are ([fields](json.md#debugresidency), those of `kv`)",
-	"/debug/turns":         "GET: how several models take turns: which is awake, what runs and waits for each, and how long the last switch took ([fields](json.md#debugturns)); 404 with one model. Of several models `/debug/residency` and `/debug/kv` show the first, or that of `?model=NAME`",
-	"/debug/events":        "GET: changes of that, as server-sent events ([fields](json.md#debugevents))",
-	"/harvest/reclaim":     "POST: releases borrowed memory of a GPU; only on `--admin-address` ([peers](../guide/peers.md#a-process-that-needs-more))",
-	"/reset_prefix_cache":  "POST: drops the cached prefixes that no running request uses, with `?reset_external=true` those of other tiers, too (vLLM; `reset_running_requests` is accepted and changes nothing, as what running requests have is not found after a reset); only on `--admin-address`",
-	"/sleep":               "POST: puts the model to sleep: its GPU memory, and what it has borrowed of peers, is free for others. `?level=1` (the default): weights go to pinned host memory; `?level=2`: they are loaded again by the wake. `?mode=` says what becomes of running requests: `abort` (the default; they end with an error), `wait` (they finish first), `keep` (they go on after the wake). Requests that come later wait (vLLM); only on `--admin-address`",
-	"/wake_up":             "POST: wakes the model; with `?tags=weights` or `?tags=kv_cache` only that part of its memory, and requests run when all of it is awake (vLLM); only on `--admin-address`",
-	"/is_sleeping":         "GET: `{\"is_sleeping\": true}` while any of the model's memory is released (vLLM); only on `--admin-address`",
-	"/admin/settings":      "GET: the settings that can change while the server runs; PATCH: changes those in the body ([below](#settings-of-a-running-server)); only on `--admin-address`",
-	"/harvest/borrowed":    "GET: what is borrowed of each GPU; only on `--admin-address`",
+	"/v1/completions":           "POST: completions of prompts",
+	"/v1/chat/completions":      "POST: completions of conversations, through the model's chat template",
+	"/v1/responses":             "POST: completions of conversations in the form of OpenAI's Responses API; nothing is stored ([guide](../guide/serving.md#other-forms-of-a-chat))",
+	"/v1/messages":              "POST: completions of conversations in the form of Anthropic's Messages API ([guide](../guide/serving.md#other-forms-of-a-chat))",
+	"/v1/messages/count_tokens": "POST: how many tokens the prompt of such a conversation has (Anthropic)",
+	"/tokenizer_info":           "GET: the tokenizer's configuration, with its special tokens and the chat template, of `?model=NAME` or the first model (vLLM)",
+	"/v1/models":                "GET: the served model, by each of its names; `/v1/models/NAME` too",
+	"/tokenize":                 "POST: text or a conversation into token ids (vLLM)",
+	"/detokenize":               "POST: token ids into text (vLLM)",
+	"/":                         "GET: what this server is; needs no key",
+	"/health":                   "GET: 200 while the model answers, with `status` `degraded` while steps fail; 503 while it loads; needs no key",
+	"/health/live":              "GET: 200 from the start, 503 once the engine has failed; needs no key",
+	"/health/ready":             "GET: 200 while requests are accepted and steps succeed, else 503, also during the drain; needs no key",
+	"/ping":                     "GET, POST: as `/health` (vLLM)",
+	"/load":                     "GET: number of requests that use the model now (vLLM); needs no key",
+	"/version":                  "GET: version of this server; needs no key",
+	"/metrics":                  "GET: [metrics](metrics.md) for Prometheus; needs no key",
+	"/debug/residency":          "GET: where every expert is ([fields](json.md#debugresidency))",
+	"/debug/kv":                 "GET: where KV blocks are ([fields](json.md#debugresidency), those of `kv`)",
+	"/debug/turns":              "GET: how several models take turns: which is awake, what runs and waits for each, and how long the last switch took ([fields](json.md#debugturns)); 404 with one model. Of several models `/debug/residency` and `/debug/kv` show the first, or that of `?model=NAME`",
+	"/debug/events":             "GET: changes of that, as server-sent events ([fields](json.md#debugevents))",
+	"/harvest/reclaim":          "POST: releases borrowed memory of a GPU; only on `--admin-address` ([peers](../guide/peers.md#a-process-that-needs-more))",
+	"/reset_prefix_cache":       "POST: drops the cached prefixes that no running request uses, with `?reset_external=true` those of other tiers, too (vLLM; `reset_running_requests` is accepted and changes nothing, as what running requests have is not found after a reset); only on `--admin-address`",
+	"/sleep":                    "POST: puts the model to sleep: its GPU memory, and what it has borrowed of peers, is free for others. `?level=1` (the default): weights go to pinned host memory; `?level=2`: they are loaded again by the wake. `?mode=` says what becomes of running requests: `abort` (the default; they end with an error), `wait` (they finish first), `keep` (they go on after the wake). Requests that come later wait (vLLM); only on `--admin-address`",
+	"/wake_up":                  "POST: wakes the model; with `?tags=weights` or `?tags=kv_cache` only that part of its memory, and requests run when all of it is awake (vLLM); only on `--admin-address`",
+	"/is_sleeping":              "GET: `{\"is_sleeping\": true}` while any of the model's memory is released (vLLM); only on `--admin-address`",
+	"/harvest/borrowed":         "GET: what is borrowed of each GPU; only on `--admin-address`",
+	"/admin/settings":           "GET: the settings that can change while the server runs; PATCH: changes those in the body ([below](#settings-of-a-running-server)); only on `--admin-address`",
 }
 
 func TestReferenceAPI(t *testing.T) {
@@ -123,8 +156,14 @@ func TestReferenceAPI(t *testing.T) {
 		if x.on == onChats {
 			path, body = onChats, fmt.Sprintf(`{"messages": [{"role": "user", "content": "1+2="}], %q: %s}`, top, value)
 		}
+		switch x.on {
+		case onMessages:
+			path, body = onMessages, fmt.Sprintf(`{"messages": [{"role": "user", "content": "1+2="}], "max_tokens": 4, %q: %s}`, top, value)
+		case onResponses:
+			path, body = onResponses, fmt.Sprintf(`{"input": "1+2=", %q: %s}`, top, value)
+		}
 		switch x.name {
-		case "prompt", "messages":
+		case "prompt":
 			body = fmt.Sprintf(`{%q: %s}`, top, value)
 		case "top_logprobs":
 			body = strings.Replace(body, "{", `{"logprobs": true, `, 1)
@@ -178,7 +217,7 @@ func TestReferenceAPI(t *testing.T) {
 		refused = append(refused, row+neutral+" | "+m.Why+" |")
 	}
 	var b strings.Builder
-	b.WriteString("`serve` speaks the OpenAI API. A parameter that would change a completion, or the order of completions, and that it does not do is refused by name, with status 400 and OpenAI's error body ([errors](errors.md#http)); so is one that it does not know. What changes neither is ignored. `null` is the same as no parameter, also for a parameter that it does not know.\n\n## Endpoints\n\n| path | what it is for |\n|---|---|\n")
+	b.WriteString("`serve` speaks the OpenAI API, and Anthropic's Messages API. A parameter that would change a completion, or the order of completions, and that it does not do is refused by name, with status 400 and OpenAI's error body ([errors](errors.md#http)); so is one that it does not know. What changes neither is ignored. `null` is the same as no parameter, also for a parameter that it does not know.\n\n## Endpoints\n\n| path | what it is for |\n|---|---|\n")
 	for _, path := range paths {
 		if endpoints[path] == "" {
 			t.Errorf("endpoints does not say what %s is for", path)
@@ -186,7 +225,7 @@ func TestReferenceAPI(t *testing.T) {
 		fmt.Fprintf(&b, "| `%s` | %s |\n", path, endpoints[path])
 	}
 	b.WriteString(liveReference(t))
-	b.WriteString("\n## Supported parameters\n\n| parameter | endpoint | what it does |\n|---|---|---|\n" + strings.Join(supported, "\n"))
+	b.WriteString("\n## Supported parameters\n\n\"Both\" are completions and chat/completions. Messages and responses also have those from `model` to `priority` and from `temperature` to `seed`.\n\n| parameter | endpoint | what it does |\n|---|---|---|\n" + strings.Join(supported, "\n"))
 	b.WriteString("\n\n## Accepted and without effect\n\n| parameter | in | why |\n|---|---|---|\n" + strings.Join(unused, "\n"))
 	b.WriteString("\n\n## Unsupported\n\n| parameter | in | accepted | why all else is refused |\n|---|---|---|---|\n" + strings.Join(refused, "\n") + "\n")
 	reference(t, "api.md", "HTTP API", "those who write clients: endpoints, and the parameters that are supported, ignored and refused", b.String())
@@ -223,8 +262,10 @@ func liveReference(t *testing.T) string {
 // has.
 func serverNames(t *testing.T) (known, paths []string) {
 	t.Helper()
-	reads := []string{"text", "flag", "integer", "number", "int64", "ids", "pop", "sub", "list", "unsupported"}
-	in := []string{"parseCommon", "parseCacheSalt", "parseStop", "parseLogitBias", "parseStreamOptions", "parseResponseFormat", "parseCompletion", "parseChat", "parseConversation", "parseTemplateVariables", "parseTools"}
+	reads := []string{"text", "flag", "integer", "number", "int64", "ids", "pop", "sub", "list", "blocks", "unsupported"}
+	in := []string{"parseCommon", "parseCacheSalt", "parseStop", "parseLogitBias", "parseStreamOptions", "parseResponseFormat", "parseCompletion", "parseChat", "parseConversation", "parseTemplateVariables", "parseTools",
+		"parseIdentity", "parseSampling", "parsePromptLogProbs", "parseBadWords", "parseAllowedIDs",
+		"parseMessages", "parseOutputConfig", "parseSystem", "parseResponses", "parseInclude", "parseInput"}
 	plain := regexp.MustCompile(`^[a-z][a-z_]*$`)
 	found := map[string]bool{}
 	literal := func(e ast.Expr) (string, bool) {
@@ -247,6 +288,8 @@ func serverNames(t *testing.T) (known, paths []string) {
 				add(n.Args[0])
 			} else if f, ok := n.Fun.(*ast.Ident); ok && f.Name == "parseMaxTokens" {
 				add(n.Args[2])
+			} else if ok && f.Name == "parseFormat" {
+				add(n.Args[1])
 			}
 		case *ast.CompositeLit:
 			if a, ok := n.Type.(*ast.ArrayType); ok || n.Type == nil {
@@ -261,7 +304,7 @@ func serverNames(t *testing.T) (known, paths []string) {
 		}
 		return true
 	}
-	for _, name := range []string{"params.go", "completions.go", "chat.go", "tools.go", "server.go", "admin.go"} {
+	for _, name := range []string{"params.go", "completions.go", "chat.go", "tools.go", "messages.go", "responses.go", "server.go", "admin.go"} {
 		f, err := parser.ParseFile(token.NewFileSet(), filepath.Join("..", "..", "server", name), nil, 0)
 		if err != nil {
 			t.Fatal(err)

@@ -315,7 +315,7 @@ func (s sleeper) Level() int { return int(s.n.Sleeping().Level) }
 // model is what the server is to know of a node.
 func model(names []string, defaults *sampling, s *configs.Serve, n *node.Node) *server.Model {
 	m := &server.Model{
-		Names: names, Engine: n.Engine(), Tokenizer: n.Text().Tokenizer, MaxModelLen: n.Info().Limits.MaxModelLen,
+		Names: names, Engine: n.Engine(), Tokenizer: n.Text().Tokenizer, TokenizerConfig: n.Text().Config, MaxModelLen: n.Info().Limits.MaxModelLen,
 		Vocab: n.Info().Config.Vocab, SpecialTokensInChat: n.Text().SpecialTokensInChat,
 		Defaults: defaults.params, ChatTokens: defaults.maxTokens, Created: time.Now(),
 		Collectors: n.Observe().Collectors(names[0]),

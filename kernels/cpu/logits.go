@@ -124,6 +124,10 @@ func (b *Backend) logProbs(o *kernels.LogProbs, _ device.Access) error {
 	}
 	var topIDs []int32
 	var top []float32
+	var ranks []int32
+	if !o.Ranks.None() {
+		ranks = vector[int32](&o.Ranks)
+	}
 	n := 0
 	if !o.TopIDs.None() {
 		topIDs, top, n = vector[int32](&o.TopIDs), vector[float32](&o.Top), o.TopIDs.Shape[1]
@@ -135,6 +139,9 @@ func (b *Backend) logProbs(o *kernels.LogProbs, _ device.Access) error {
 			chosen[i] = float32(math.NaN())
 			if id := tokens[i]; id >= 0 {
 				chosen[i] = c.logOf(logits[id])
+			}
+			if ranks != nil {
+				ranks[i] = rankOf(logits, tokens[i])
 			}
 			if n > 0 {
 				ids, values := topIDs[i*n:][:n], top[i*n:][:n]
@@ -148,6 +155,20 @@ func (b *Backend) logProbs(o *kernels.LogProbs, _ device.Access) error {
 		}
 	})
 	return nil
+}
+
+// rankOf is the number of logits that are at least a token's: see kernels.LogProbs.
+func rankOf(logits []float32, id int32) (rank int32) {
+	if id < 0 {
+		return 0
+	}
+	own := logits[id]
+	for _, v := range logits {
+		if v >= own {
+			rank++
+		}
+	}
+	return rank
 }
 
 // logSoftmax has what the log-softmax of an element depends on besides its logit.

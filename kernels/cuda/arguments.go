@@ -396,17 +396,18 @@ type sampleArgs struct {
 	aligned      int32  // 100
 }
 
-// logProbsArgs has the layout of log_probs_args in src/sample.cu: 64 bytes, fields at these.
+// logProbsArgs has the layout of log_probs_args in src/sample.cu: 72 bytes, fields at these.
 type logProbsArgs struct {
 	logits     uint64 // 0
 	tokens     uint64 // 8
 	sampled    uint64 // 16
 	topIDs     uint64 // 24
 	top        uint64 // 32
-	stride     int64  // 40
-	vocabulary int32  // 48
-	n          int32  // 52
-	aligned    int32  // 56
+	ranks      uint64 // 40
+	stride     int64  // 48
+	vocabulary int32  // 56
+	n          int32  // 60
+	aligned    int32  // 64
 }
 
 // adjustArgs has the layout of adjust_args in src/sample.cu: 96 bytes, fields at these.

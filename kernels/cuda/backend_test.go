@@ -477,7 +477,7 @@ func restoring(a *kernels.Adjust) *kernels.Restore {
 func logProbs(rows, top int) *kernels.LogProbs {
 	return &kernels.LogProbs{
 		Logits: at(1, tensor(kernels.F32, rows, 32000)), Tokens: at(2, tensor(kernels.I32, rows)), Sampled: at(3, tensor(kernels.F32, rows)),
-		TopIDs: at(4, tensor(kernels.I32, rows, top)), Top: at(5, tensor(kernels.F32, rows, top)),
+		TopIDs: at(4, tensor(kernels.I32, rows, top)), Top: at(5, tensor(kernels.F32, rows, top)), Ranks: at(6, tensor(kernels.I32, rows)),
 	}
 }
 

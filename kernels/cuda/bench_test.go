@@ -339,7 +339,7 @@ func (x *bench) logits(c *benchModel, rows int, one func(string, func() kernels.
 	one("log_probs", func() kernels.Op {
 		return &kernels.LogProbs{
 			Logits: x.weights(kernels.F32, rows, c.vocab), Tokens: x.ints(x.upTo(rows, c.vocab)...), Sampled: x.floats(rows, 0),
-			TopIDs: x.ints(make([]int32, 20*rows)...).View(rows, 20), Top: x.floats(20*rows, 0).View(rows, 20),
+			TopIDs: x.ints(make([]int32, 20*rows)...).View(rows, 20), Top: x.floats(20*rows, 0).View(rows, 20), Ranks: x.ints(make([]int32, rows)...),
 		}
 	})
 	adjust := func() *kernels.Adjust {

@@ -101,7 +101,7 @@ func awaited(op kernels.Op, early bool) (all []device.Range) {
 	case *kernels.Restore:
 		add(&o.Logits, &o.Starts, &o.IDs, &o.Saved)
 	case *kernels.LogProbs:
-		add(&o.Logits, &o.Tokens, &o.Sampled, &o.TopIDs, &o.Top)
+		add(&o.Logits, &o.Tokens, &o.Sampled, &o.TopIDs, &o.Top, &o.Ranks)
 	default:
 		panic(op.Name())
 	}

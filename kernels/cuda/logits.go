@@ -47,7 +47,7 @@ func (l *streamState) sample(o *kernels.Sample) error {
 
 func (l *streamState) logProbs(o *kernels.LogProbs) error {
 	a := logProbsArgs{
-		logits: address(&o.Logits), tokens: address(&o.Tokens), sampled: address(&o.Sampled), topIDs: address(&o.TopIDs), top: address(&o.Top),
+		logits: address(&o.Logits), tokens: address(&o.Tokens), sampled: address(&o.Sampled), topIDs: address(&o.TopIDs), top: address(&o.Top), ranks: address(&o.Ranks),
 		stride: int64(o.Logits.Stride[0]), vocabulary: int32(o.Logits.Shape[1]), aligned: b2i(aligned(&o.Logits)),
 	}
 	if !o.TopIDs.None() {

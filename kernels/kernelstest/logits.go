@@ -377,7 +377,9 @@ func testLogProbs(r *rig) {
 				}
 				chosen := r.dense("Chosen", kernels.F32, s.n, 1)
 				chosen.writes()
-				op := kernels.LogProbs{Logits: logits.Tensor, Tokens: r.ints("Tokens", tokens...).Tensor, Sampled: chosen.View(s.n)}
+				ranks := r.dense("Ranks", kernels.I32, s.n, 1)
+				ranks.writes()
+				op := kernels.LogProbs{Ranks: ranks.View(s.n), Logits: logits.Tensor, Tokens: r.ints("Tokens", tokens...).Tensor, Sampled: chosen.View(s.n)}
 				var ids, top tensor
 				if s.top >= 0 {
 					ids, top = r.dense("TopIDs", kernels.I32, s.n, s.top), r.dense("Top", kernels.F32, s.n, s.top)
@@ -399,6 +401,15 @@ func testLogProbs(r *rig) {
 					} else if !math.IsNaN(got) {
 						r.Fatalf("the log-probability of no token is %g, want NaN", got)
 					}
+					rank := 0
+					for _, v := range values {
+						if tokens[n] >= 0 && v >= values[tokens[n]] {
+							rank++
+						}
+					}
+					if got := ranks.got(n)[0]; got != float64(rank) {
+						r.Fatalf("the rank of token %d in row %d is %g, want %d", tokens[n], n, got, rank)
+					}
 					for j := range s.top {
 						want, value := -1.0, math.Inf(-1)
 						if j < len(order) {
@@ -410,7 +421,8 @@ func testLogProbs(r *rig) {
 						r.logProb(top, j, value, n)
 					}
 				}
-				if s.top >= 0 { // judged by the rows above; those alone leave them out
+				ranks.buffer.out = nil // judged by the rows above, as are these; the log-probabilities alone leave them out
+				if s.top >= 0 {
 					ids.buffer.out, top.buffer.out = nil, nil
 				}
 				r.invariant(chosen, func(_ *rig, from, to int, out kernels.Tensor) kernels.Op {

@@ -165,6 +165,14 @@ func (t *Template) Names() []string {
 	return names
 }
 
+// Source is the text of the template that messages go through without tools; empty where only others are named.
+func (t *Template) Source() string {
+	if p := t.named[defaultTemplate]; p != nil {
+		return p.source
+	}
+	return ""
+}
+
 // Mentions reports whether the source of a template contains text, such as the tag of tool calls.
 func (t *Template) Mentions(text string) bool {
 	for _, p := range t.named {

@@ -22,7 +22,9 @@ type Text struct {
 	Broken   error
 	// SpecialTokensInChat reads special tokens in messages as such; else they are plain text.
 	SpecialTokensInChat bool
-	name                string
+	// Config is the tokenizer_config.json; nil without one.
+	Config []byte
+	name   string
 }
 
 // ReadText reads tokenizer and chat template, if the model has files.
@@ -42,6 +44,7 @@ func (m *Model) ReadText() (Text, error) {
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return t, fault.Of(fault.ErrModel, err)
 	}
+	t.Config = config
 	if t.Tokenizer, err = tokenizer.Parse(tok, config); err != nil {
 		return t, fault.Of(fault.ErrModel, fmt.Errorf("%s: %w", m.Name, err))
 	}

@@ -227,20 +227,27 @@ func TestChatStream(t *testing.T) {
 	}
 }
 
+// braces are biases for "{" and then "}".
+func braces(t *testing.T) map[string]int64 {
+	t.Helper()
+	c := client()
+	var b struct{ Tokens []int64 }
+	err := c.Post(t.Context(), "tokenize", map[string]any{"prompt": "{}", "add_special_tokens": false}, &b, option.WithBaseURL(toolAddress))
+	if err != nil || len(b.Tokens) != 2 {
+		t.Fatalf("%+v, %v", b, err)
+	}
+	return map[string]int64{fmt.Sprint(b.Tokens[0]): 100, fmt.Sprint(b.Tokens[1]): 99}
+}
+
 // A call that the request names begins in the prompt, and the model's next two tokens, which biases
 // choose, are its arguments. Call and result go back as they came.
 func TestTools(t *testing.T) {
 	c := client(option.WithBaseURL(toolAddress + "/v1"))
-	var braces struct{ Tokens []int64 }
-	err := c.Post(t.Context(), "tokenize", map[string]any{"prompt": "{}", "add_special_tokens": false}, &braces, option.WithBaseURL(toolAddress))
-	if err != nil || len(braces.Tokens) != 2 {
-		t.Fatalf("%+v, %v", braces, err)
-	}
 	p := chat("Hi")
 	p.Model = tools
 	p.Tools = []openai.ChatCompletionToolUnionParam{openai.ChatCompletionFunctionTool(openai.FunctionDefinitionParam{Name: "weather"})}
 	p.ToolChoice = openai.ToolChoiceOptionFunctionToolChoice(openai.ChatCompletionNamedToolChoiceFunctionParam{Name: "weather"})
-	p.LogitBias = map[string]int64{fmt.Sprint(braces.Tokens[0]): 100, fmt.Sprint(braces.Tokens[1]): 99}
+	p.LogitBias = braces(t)
 	p.PresencePenalty = param.NewOpt(2.0)
 	p.Stop = openai.ChatCompletionNewParamsStopUnion{OfString: param.NewOpt("}")}
 	ends := option.WithJSONSet("include_stop_str_in_output", true)

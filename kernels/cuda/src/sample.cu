@@ -474,7 +474,7 @@ KERNEL(row_threads, 1) sample_cut(const sample_args a) {
 }
 
 struct log_probs_args {
-  u64 logits, tokens, sampled, top_ids, top;
+  u64 logits, tokens, sampled, top_ids, top, ranks;
   i64 stride;
   int vocabulary, n, aligned;  // n: up to digit_bins
 };
@@ -505,6 +505,19 @@ KERNEL(row_threads, 1) log_probs(const log_probs_args a) {
     u32 id = ((const u32 *)a.tokens)[row];
     float v = id < (u32)a.vocabulary ? t.logits[id] : key_logit(0);
     ((float *)a.sampled)[row] = log_softmax(v, largest, log_sum);
+  }
+  if (a.ranks) {
+    u32 id = ((const u32 *)a.tokens)[row];
+    float own = id < (u32)a.vocabulary ? t.logits[id] : key_logit(0);  // NaN: no logit reaches it
+    int rank = 0;
+    each(t, m, [&](int, float v) { rank += v >= own; });
+    if (threadIdx.x == 0) m.count = 0;
+    __syncthreads();
+#pragma unroll
+    for (int i = 16; i > 0; i >>= 1) rank += __shfl_xor_sync(all_lanes, rank, i);
+    if (threadIdx.x % 32 == 0) atomicAdd(&m.count, rank);
+    __syncthreads();
+    if (threadIdx.x == 0) ((int *)a.ranks)[row] = m.count;
   }
   if (a.n == 0) return;
 

@@ -335,6 +335,7 @@
   FIELD(log_probs_args, sampled) \
   FIELD(log_probs_args, top_ids) \
   FIELD(log_probs_args, top) \
+  FIELD(log_probs_args, ranks) \
   FIELD(log_probs_args, stride) \
   FIELD(log_probs_args, vocabulary) \
   FIELD(log_probs_args, n) \

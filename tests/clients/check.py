@@ -1,0 +1,596 @@
+"""Runs client software of others against moeserve, and writes what each can do as a page.
+
+Usage: check.py MOESERVE PAGE [CLIENT...], the path of a built binary and that of the page
+(docs/reference/clients.md), which is written where no clients are named: then all are run.
+Needs the packages of requirements.txt. A row says that a client can do something where that worked, and that
+it cannot where the server refused it, naming what this file expects: anything else is an error, so that the
+page is as the clients are.
+"""
+
+import asyncio
+import importlib.metadata
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.join(HERE, "..", "..")
+PROGRAMS = os.environ.get("CLIENTS", os.path.join(ROOT, "build", "clients"))
+KEY = "a key of this test"
+BALL = "Ann gave the red ball to Ben. Who has the ball?"
+BALL_IS = "Ben has the red ball."
+SCHEMA = {"type": "object", "properties": {"owner": {"type": "string"}}, "required": ["owner"], "additionalProperties": False}
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
+
+os.environ.update(
+    HF_HUB_OFFLINE="1", OPENAI_AGENTS_DISABLE_TRACING="1", LITELLM_LOCAL_MODEL_COST_MAP="True", LITELLM_LOG="ERROR",
+    OPENAI_API_KEY=KEY, ANTHROPIC_API_KEY=KEY, TOKENIZERS_PARALLELISM="false",
+)
+
+# at: the built-in model; tools: a model of random weights whose chat template has tools.
+AT = TOOLS = None
+CHECKS = []
+
+
+def does(client, what, refused=""):
+    """Adds a check. refused is what the error must say where the server refuses."""
+
+    def add(f):
+        CHECKS.append((client, what, refused, f))
+        return f
+
+    return add
+
+
+def equal(got, want):
+    if got != want:
+        raise AssertionError(f"{got!r}, want {want!r}")
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def braces():
+    """Biases that have the model write "{" and then "}", the arguments of a call that a request begins."""
+    import urllib.request
+
+    r = urllib.request.Request(TOOLS + "/tokenize", json.dumps({"prompt": "{}", "add_special_tokens": False}).encode(),
+                               {"Content-Type": "application/json", "Authorization": "Bearer " + KEY})
+    first, second = json.loads(urllib.request.urlopen(r).read())["tokens"]
+    return {"logit_bias": {str(first): 100, str(second): 99}, "presence_penalty": 2, "temperature": 0}
+
+
+# --- openai
+
+def openai_client(**more):
+    import openai
+
+    return openai.OpenAI(base_url=AT + "/v1", api_key=KEY, max_retries=0, timeout=60).with_options(**more)
+
+
+def at_tools(client):
+    return client.with_options(base_url=TOOLS + "/v1")
+
+
+@does("openai", "chat, whole and streamed; a second turn")
+def _():
+    c = openai_client().chat.completions
+    a = c.create(model="built-in", messages=user(BALL), temperature=0)
+    equal(a.choices[0].message.content, BALL_IS)
+    equal("".join(k.choices[0].delta.content or "" for k in c.create(model="built-in", messages=user(BALL), temperature=0, stream=True)), BALL_IS)
+    equal(c.create(model="built-in", messages=user(BALL) + [a.choices[0].message] + user("1+2="), temperature=0).choices[0].message.content, "3")
+
+
+@does("openai", "completions with `echo` and `logprobs`, with `max_tokens` 0")
+def _():
+    a = openai_client().completions.create(model="built-in", prompt="1+2=3", max_tokens=0, echo=True, logprobs=1)
+    l = a.choices[0].logprobs
+    equal((a.choices[0].text, l.tokens, l.token_logprobs[0], l.text_offset), ("1+2=3", ["1", "+", "2", "=", "3"], None, [0, 1, 2, 3, 4]))
+    if not l.token_logprobs[-1] > -0.1:
+        raise AssertionError(l)
+
+
+@does("openai", "`responses.create`, whole and streamed; a second turn with its output")
+def _():
+    c = openai_client().responses
+    r = c.create(model="built-in", input=BALL, temperature=0)
+    equal((r.output_text, r.status, r.usage.input_tokens), (BALL_IS, "completed", 15))
+    events = list(c.create(model="built-in", input=BALL, temperature=0, stream=True))
+    equal([e.sequence_number for e in events], list(range(len(events))))
+    equal("".join(e.delta for e in events if e.type == "response.output_text.delta"), BALL_IS)
+    with c.stream(model="built-in", input=BALL, temperature=0) as s:
+        s.until_done()
+        equal(s.get_final_response().output_text, BALL_IS)
+    again = user(BALL) + [o.model_dump() for o in r.output] + user("1+2=")
+    equal(c.create(model="built-in", input=again, temperature=0).output_text, "3")
+
+
+@does("openai", "function tools in chats and responses")
+def _():
+    c = at_tools(openai_client())
+    bias = braces()
+    r = c.responses.create(model="with-tools", input="Hi", max_output_tokens=2, extra_body=bias, tools=[{"type": "function", "name": "weather", "parameters": WEATHER}],
+                           tool_choice={"type": "function", "name": "weather"})
+    call = r.output[0]
+    equal((call.type, call.name, call.arguments), ("function_call", "weather", "{}"))
+    back = user("Hi") + [call.model_dump(), {"type": "function_call_output", "call_id": call.call_id, "output": "21"}]
+    equal(c.responses.create(model="with-tools", input=back, max_output_tokens=4).status, "incomplete")
+    a = c.chat.completions.create(model="with-tools", messages=user("Hi"), max_tokens=2, logit_bias=bias["logit_bias"], presence_penalty=2, temperature=0,
+                                  tools=[{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}],
+                                  tool_choice={"type": "function", "function": {"name": "weather"}})
+    equal(a.choices[0].message.tool_calls[0].function.name, "weather")
+
+
+@does("openai", "stored responses (`previous_response_id`)", "nothing is stored")
+def _():
+    openai_client().responses.create(model="built-in", input=BALL, previous_response_id="resp_1")
+
+
+@does("openai", "`parse` with a schema", "response_format")
+def _():
+    import pydantic
+
+    class Owner(pydantic.BaseModel):
+        owner: str
+
+    openai_client().chat.completions.parse(model="built-in", messages=user(BALL), response_format=Owner)
+
+
+@does("openai", "embeddings", "does not do embeddings")
+def _():
+    openai_client().embeddings.create(model="built-in", input="x")
+
+
+# --- anthropic
+
+# Its methods have no parameter temperature.
+GREEDY = {"extra_body": {"temperature": 0}}
+
+
+def anthropic_client(at=None):
+    import anthropic
+
+    return anthropic.Anthropic(base_url=at or AT, api_key=KEY, max_retries=0, timeout=60)
+
+
+@does("anthropic", "`messages.create`, whole and streamed, with a system message; a second turn")
+def _():
+    c = anthropic_client().messages
+    m = c.create(model="built-in", max_tokens=32, system="Be right.", messages=user(BALL), **GREEDY)
+    equal((m.content[0].text, m.stop_reason), (BALL_IS, "end_turn"))
+    with c.stream(model="built-in", max_tokens=32, messages=user(BALL), stop_sequences=[" ball"], **GREEDY) as s:
+        equal("".join(s.text_stream), "Ben has the red")
+        final = s.get_final_message()
+    equal((final.stop_reason, final.stop_sequence), ("stop_sequence", " ball"))
+    names = [e.type for e in c.create(model="built-in", max_tokens=32, messages=user(BALL), stream=True, **GREEDY)]
+    equal((names[0], names[-2], names[-1]), ("message_start", "message_delta", "message_stop"))
+    again = user(BALL) + [{"role": m.role, "content": m.content}] + user("1+2=")
+    equal(c.create(model="built-in", max_tokens=32, messages=again, **GREEDY).content[0].text, "3")
+
+
+@does("anthropic", "`count_tokens`; errors as its own classes")
+def _():
+    import anthropic
+
+    c = anthropic_client()
+    equal(c.messages.count_tokens(model="built-in", messages=user(BALL)).input_tokens, 15)
+    for kind, call in (
+        (anthropic.BadRequestError, lambda: c.messages.create(model="built-in", max_tokens=1, messages=user("x"), extra_body={"temperature": -1})),
+        (anthropic.NotFoundError, lambda: c.messages.create(model="x", max_tokens=1, messages=user("x"))),
+        (anthropic.AuthenticationError, lambda: c.with_options(api_key="wrong").messages.create(model="built-in", max_tokens=1, messages=user("x"))),
+    ):
+        try:
+            call()
+        except kind as e:
+            equal(e.body["type"], "error")
+        else:
+            raise AssertionError(f"no {kind.__name__}")
+
+
+@does("anthropic", "tools: `tool_use`, streamed too, and `tool_result`")
+def _():
+    c = anthropic_client(TOOLS).messages
+    request = dict(model="with-tools", max_tokens=2, messages=user("Hi"), tools=[{"name": "weather", "input_schema": WEATHER}],
+                   tool_choice={"type": "tool", "name": "weather"}, extra_body=braces())
+    m = c.create(**request)
+    with c.stream(**request) as s:
+        streamed = s.get_final_message()
+    for one in (m, streamed):
+        equal((one.content[0].type, one.content[0].name, one.content[0].input), ("tool_use", "weather", {}))
+    again = user("Hi") + [{"role": "assistant", "content": m.content},
+                          {"role": "user", "content": [{"type": "tool_result", "tool_use_id": m.content[0].id, "content": "21"}]}]
+    equal(c.create(model="with-tools", max_tokens=4, messages=again).role, "assistant")
+
+
+@does("anthropic", "images", "the model reads text only")
+def _():
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "eA=="}}
+    anthropic_client().messages.create(model="built-in", max_tokens=1, messages=[{"role": "user", "content": [image]}])
+
+
+# --- litellm
+
+def litellm_kwargs(provider="openai/", name="built-in", at=None):
+    return dict(model=provider + name, api_base=(at or AT) + "/v1", api_key=KEY, timeout=60, num_retries=0)
+
+
+@does("litellm", "`completion` (`openai/`, `hosted_vllm/`), whole and streamed; a second turn with its message")
+def _():
+    import litellm
+
+    for provider in ("openai/", "hosted_vllm/"):
+        k = litellm_kwargs(provider)
+        a = litellm.completion(messages=user(BALL), temperature=0, **k)
+        equal(a.choices[0].message.content, BALL_IS)
+        equal("".join(x.choices[0].delta.content or "" for x in litellm.completion(messages=user(BALL), temperature=0, stream=True, **k)), BALL_IS)
+        equal(litellm.completion(messages=user(BALL) + [a.choices[0].message] + user("1+2="), temperature=0, **k).choices[0].message.content, "3")
+
+
+@does("litellm", "`text_completion`, `responses()`")
+def _():
+    import litellm
+
+    equal(litellm.text_completion(prompt="1+2=", temperature=0, **litellm_kwargs("text-completion-openai/")).choices[0].text, "3")
+    r = litellm.responses(input=BALL, temperature=0, **litellm_kwargs())
+    equal(r.output[0].content[0].text, BALL_IS)
+
+
+@does("litellm", "`anthropic.messages` against `/v1/messages` (`anthropic/`)")
+def _():
+    import litellm
+
+    a = litellm.completion(model="anthropic/built-in", api_base=AT, api_key=KEY, messages=user(BALL), temperature=0, max_tokens=32)
+    equal(a.choices[0].message.content, BALL_IS)
+
+
+@does("litellm", "`response_format` with a schema", "response_format")
+def _():
+    import litellm
+
+    litellm.completion(messages=user(BALL), response_format={"type": "json_schema", "json_schema": {"name": "owner", "schema": SCHEMA}}, **litellm_kwargs())
+
+
+# --- langchain-openai
+
+def langchain(**more):
+    from langchain_openai import ChatOpenAI
+
+    return ChatOpenAI(**{**dict(base_url=AT + "/v1", api_key=KEY, model="built-in", temperature=0, max_retries=0), **more})
+
+
+@does("langchain-openai", "`invoke`, `stream`, `batch`, a second turn; with `use_responses_api`, too")
+def _():
+    for more in ({}, {"use_responses_api": True}):
+        m = langchain(**more)
+        a = m.invoke(BALL)
+        equal(a.text, BALL_IS)
+        equal("".join(x.text for x in m.stream(BALL)), BALL_IS)
+        equal([x.text for x in m.batch([BALL, "1+2="])], [BALL_IS, "3"])
+        equal(m.invoke([("user", BALL), a, ("user", "1+2=")]).text, "3")
+
+
+@does("langchain-openai", "`bind_tools`")
+def _():
+    def weather(city: str) -> str:
+        """Weather of a city."""
+        return "21"
+
+    m = langchain(base_url=TOOLS + "/v1", model="with-tools", max_tokens=4).bind_tools([weather])
+    equal(m.invoke("Hi").type, "ai")
+
+
+@does("langchain-openai", "`with_structured_output`", "response_format")
+def _():
+    langchain().with_structured_output({**SCHEMA, "title": "owner"}, method="json_schema").invoke(BALL)
+
+
+# --- instructor
+
+@does("instructor", "`TOOLS`: the call that it names, and its schema")
+def _():
+    import instructor
+    import pydantic
+
+    class Weather(pydantic.BaseModel):
+        city: str = ""
+
+    bias = braces()
+    c = instructor.from_openai(at_tools(openai_client()), mode=instructor.Mode.TOOLS)
+    a = c.chat.completions.create(model="with-tools", messages=user("Hi"), response_model=Weather, max_retries=0, stop="}",
+                                  logit_bias=bias["logit_bias"], presence_penalty=2, temperature=0, extra_body={"include_stop_str_in_output": True})
+    equal(a.city, "")
+
+
+@does("instructor", "`JSON_SCHEMA`", "response_format")
+def _():
+    import instructor
+    import pydantic
+
+    class Owner(pydantic.BaseModel):
+        owner: str
+
+    c = instructor.from_openai(openai_client(), mode=instructor.Mode.JSON_SCHEMA)
+    c.chat.completions.create(model="built-in", messages=user(BALL), response_model=Owner, max_retries=0)
+
+
+# --- pydantic-ai
+
+def pydantic_model(kind):
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    return {"chat": OpenAIChatModel, "responses": OpenAIResponsesModel}[kind]("built-in", provider=OpenAIProvider(base_url=AT + "/v1", api_key=KEY))
+
+
+@does("pydantic-ai", "text, a second turn, streamed: by chats and by responses")
+def _():
+    from pydantic_ai import Agent
+
+    for kind in ("chat", "responses"):
+        agent = Agent(pydantic_model(kind), model_settings={"temperature": 0, "max_tokens": 32})
+        a = agent.run_sync(BALL)
+        equal((kind, a.output), (kind, BALL_IS))
+        equal((kind, agent.run_sync("1+2=", message_history=a.all_messages()).output), (kind, "3"))
+
+        async def streamed():
+            async with agent.run_stream(BALL) as s:
+                return await s.get_output()
+
+        equal((kind, asyncio.run(streamed())), (kind, BALL_IS))
+
+
+@does("pydantic-ai", "`NativeOutput`", "response_format")
+def _():
+    import pydantic
+    from pydantic_ai import Agent, NativeOutput
+
+    class Owner(pydantic.BaseModel):
+        owner: str
+
+    Agent(pydantic_model("chat"), output_type=NativeOutput(Owner)).run_sync(BALL)
+
+
+# --- openai-agents
+
+def agent(kind="responses", **more):
+    import agents
+    import openai
+
+    c = openai.AsyncOpenAI(base_url=more.pop("at", AT) + "/v1", api_key=KEY, max_retries=0)
+    model = {"responses": agents.OpenAIResponsesModel, "chat": agents.OpenAIChatCompletionsModel}[kind](more.pop("model", "built-in"), c)
+    return agents.Agent(name="a", model=model, model_settings=agents.ModelSettings(temperature=0, max_tokens=16), **more)
+
+
+@does("openai-agents", "runs, streamed too, a second turn: by responses, its default, and by chats")
+def _():
+    import agents
+
+    for kind in ("responses", "chat"):
+        a = agents.Runner.run_sync(agent(kind), BALL)
+        equal((kind, a.final_output), (kind, BALL_IS))
+        equal(agents.Runner.run_sync(agent(kind), a.to_input_list() + user("1+2=")).final_output, "3")
+
+        async def streamed():
+            s = agents.Runner.run_streamed(agent(kind), BALL)
+            async for _ in s.stream_events():
+                pass
+            return s.final_output
+
+        equal((kind, asyncio.run(streamed())), (kind, BALL_IS))
+
+
+@does("openai-agents", "function tools are told to the model")
+def _():
+    import agents
+
+    @agents.function_tool(strict_mode=False)
+    def weather(city: str = "") -> str:
+        """Weather of a city."""
+        return "21"
+
+    agents.Runner.run_sync(agent("chat", at=TOOLS, model="with-tools", tools=[weather]), "Hi")
+
+
+@does("openai-agents", "`output_type`", "text.format")
+def _():
+    import agents
+    import pydantic
+
+    class Owner(pydantic.BaseModel):
+        owner: str
+
+    agents.Runner.run_sync(agent(output_type=Owner), BALL)
+
+
+# --- lm-eval
+
+def fixture():
+    """ids and logits of the reference's prompts of the fixture qwen3_moe."""
+    import numpy
+
+    with open(os.path.join(ROOT, "testdata", "fixtures", "qwen3_moe", "expected.safetensors"), "rb") as f:
+        header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
+        data = f.read()
+
+    def tensor(name):
+        x = header[name]
+        of = {"F32": "<f4", "I64": "<i8", "I32": "<i4"}[x["dtype"]]
+        return numpy.frombuffer(data[slice(*x["data_offsets"])], of).reshape(x["shape"])
+
+    return [(tensor(f"ids{i}").tolist(), tensor(f"logits{i}").astype("f8")) for i in range(4)]
+
+
+def lm_eval_model(at, name, length):
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    return LocalCompletionsAPI(model=name, base_url=at + "/v1/completions", tokenizer_backend="remote", max_length=length, num_concurrent=2, auth_token=KEY)
+
+
+@does("lm-eval", "`loglikelihood`: the numbers of transformers' logits")
+def _():
+    import numpy
+
+    requests, want = [], []
+    for ids, logits in fixture():
+        for at in {1, len(ids) // 2, len(ids) - 1} - {0}:
+            if at >= len(ids):
+                continue
+            rows = logits[at - 1:len(ids) - 1]
+            log_probs = rows - rows.max(1, keepdims=True)
+            log_probs -= numpy.log(numpy.exp(log_probs).sum(1, keepdims=True))
+            requests.append((("", str(len(requests))), ids[:at], ids[at:]))
+            want.append((sum(log_probs[i, t] for i, t in enumerate(ids[at:])), bool((rows.argmax(1) == ids[at:]).all())))
+    got = lm_eval_model(TOOLS, "with-tools", 256)._loglikelihood_tokens(requests)
+    equal(len(got), len(want))
+    for (lp, greedy), (want_lp, want_greedy), r in zip(got, want, requests):
+        if not math.isclose(lp, want_lp, abs_tol=1e-3 * len(r[2])) or greedy != want_greedy:
+            raise AssertionError(f"{len(r[1])} and {len(r[2])} tokens: {lp}, {greedy}, want {want_lp}, {want_greedy}")
+
+
+@does("lm-eval", "tasks of `multiple_choice`, `loglikelihood_rolling` and `generate_until`, with `tokenizer_backend=remote`")
+def _():
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    os.chdir(os.path.join(HERE, "tasks"))
+    model = lm_eval_model(AT, "built-in", 256)
+    found = lm_eval.simple_evaluate(model=model, tasks=["moeserve_choice", "moeserve_rolling", "moeserve_generate"],
+                                    task_manager=TaskManager(include_path=os.path.join(HERE, "tasks"), include_defaults=False))["results"]
+    equal(found["moeserve_choice"]["acc,none"], 1.0)
+    equal(found["moeserve_generate"]["exact_match,none"], 1.0)
+    # The same sums by the other form of log-probabilities of prompts.
+    total = letters = 0
+    with open("choice.jsonl") as f:
+        for line in f:
+            doc = json.loads(line)
+            text = doc["prompt"] + doc["choices"][doc["answer"]]
+            ids = [model.eot_token_id] + model.tok_encode(text)
+            a = openai_client().completions.create(model="built-in", prompt=ids, max_tokens=0, extra_body={"prompt_logprobs": 0})
+            total += sum(p[str(i)]["logprob"] for p, i in zip(a.choices[0].prompt_logprobs[1:], ids[1:]))
+            letters += len(text.encode())
+    got = found["moeserve_rolling"]["bits_per_byte,none"]
+    if not math.isclose(got, -total / letters / math.log(2), rel_tol=1e-6):
+        raise AssertionError(f"{got} bits a byte, want {-total / letters / math.log(2)}")
+
+
+# --- programs with their own environments
+
+def program(client, *command, env=None):
+    """Runs a program of CLIENTS, where make clients has installed it."""
+    path = os.path.join(PROGRAMS, client)
+    if not os.path.isdir(path):
+        raise AssertionError(f"{path} is not there: run make clients")
+    r = subprocess.run(command, cwd=path, capture_output=True, text=True, timeout=600, env={**os.environ, "AT": AT, "TOOLS": TOOLS, "KEY": KEY, **(env or {})})
+    if r.returncode != 0:
+        raise AssertionError(f"{command[0]} ends with {r.returncode}: {r.stdout[-3000:]} {r.stderr[-3000:]}")
+    return r.stdout
+
+
+JS = {
+    "openai (npm)": "chat, stream, completions, responses, streamed too",
+    "@anthropic-ai/sdk (npm)": "messages, streamed too, count_tokens",
+    "ai (npm)": "`generateText`, `streamText`",
+}
+for package, what in JS.items():
+    does(package, what)(lambda package=package: program("js", "node", "check.mjs", package))
+does("ai (npm)", "`generateObject`", "response_format")(lambda: program("js", "node", "check.mjs", "generateObject"))
+
+
+def version(client):
+    name = client.removesuffix(" (npm)")
+    if name != client:
+        with open(os.path.join(PROGRAMS, "js", "node_modules", name, "package.json")) as f:
+            return json.load(f)["version"]
+    return importlib.metadata.version({"pydantic-ai": "pydantic-ai-slim", "lm-eval": "lm_eval"}.get(name, name))
+
+
+def run(only):
+    """Runs the checks and returns the rows of the page."""
+    rows, failed = {}, []
+    for client, what, refused, f in CHECKS:
+        if only and client not in only:
+            continue
+        row = rows.setdefault(client, ([], []))
+        try:
+            f()
+            if refused:
+                failed.append(f"{client}: {what} works, and was expected to be refused")
+            row[0].append(what)
+            print(f"{client}: {what}: works")
+        except Exception as e:
+            told = f"{e} {e.__cause__ or ''}"
+            if not refused or refused not in told:
+                failed.append(f"{client}: {what}: {type(e).__name__}: {told[-3000:]} {''.join(traceback.format_exception(e)[-3:])}")
+                continue
+            row[1].append(what)
+            print(f"{client}: {what}: refused")
+    if failed:
+        raise SystemExit("\n".join(failed))
+    return rows
+
+
+def page(rows):
+    lines = [
+        "# Clients", "",
+        "*For those who use moeserve from client software of others: what was tried, at which version.*", "",
+        "<!-- Generated: make clients -->", "",
+        "Each was run against `moeserve serve` with the built-in model, which knows a few tasks by heart, or with a model of random weights whose chat template has tools. What is refused is an error that names it. The official Go clients of OpenAI's and Anthropic's APIs are tests (`make openai`).", "",
+        "| client | version | works | refused |", "|---|---|---|---|",
+    ]
+    for client, (works, refused) in rows.items():
+        lines.append(f"| {client} | {version(client)} | {'; '.join(works)} | {'; '.join(refused)} |")
+    return "\n".join(lines) + "\n"
+
+
+class Server:
+    """A server with these arguments."""
+
+    def __init__(self, dir, *args):
+        self.args, self.dir = args, dir
+
+    def __enter__(self):
+        command = [os.path.abspath(sys.argv[1]), "serve", "--port", "0", *self.args]
+        self.process = subprocess.Popen(command, cwd=self.dir, env={**os.environ, "MOESERVE_API_KEY": KEY}, stderr=subprocess.PIPE, text=True)
+        late = threading.Timer(60, self.process.kill)
+        late.start()
+        log = []
+        for line in self.process.stderr:
+            log.append(line)
+            if found := re.search(r"msg=serving .*address=(http://\S+)", line):
+                late.cancel()
+                threading.Thread(target=self.process.stderr.read, daemon=True).start()  # the pipe must not fill up
+                return found[1]
+        raise SystemExit("moeserve did not serve: " + "".join(log))
+
+    def __exit__(self, *_):
+        self.process.send_signal(signal.SIGTERM)
+        equal(self.process.wait(60), 0)
+
+
+def main():
+    global AT, TOOLS
+    if len(sys.argv) < 3:
+        raise SystemExit(__doc__)
+    to = os.path.abspath(sys.argv[2])
+    with tempfile.TemporaryDirectory() as dir:
+        model = os.path.join(dir, "with-tools")
+        shutil.copytree(os.path.join(ROOT, "testdata", "fixtures", "qwen3_moe"), model)
+        shutil.copy(os.path.join(ROOT, "tests", "openai", "testdata", "tools.jinja"), os.path.join(model, "chat_template.jinja"))
+        with Server(dir) as AT, Server(dir, "--model", model) as TOOLS:
+            rows = run(sys.argv[3:])
+    if not sys.argv[3:]:
+        with open(to, "w") as f:
+            f.write(page(rows))
+
+
+main()
