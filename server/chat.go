@@ -36,10 +36,17 @@ type conversation struct {
 	// tools that the model may call, by name, and how the request chooses between them.
 	tools  map[string]output.Tool
 	choice toolChoice
+	// functions are the tools as their calls are constrained; strict: one of them is.
+	functions []function
+	strict    bool
+	// structured: the answer is to be of a grammar, where it is no call.
+	structured bool
 	// begun is the text of a call at the end of the prompt, and thinking where it leaves the model
 	// with its reasoning: render sets them.
 	begun    string
 	thinking output.Thinking
+	// begunName is the function of the call that has begun, if it is known.
+	begunName string
 }
 
 // parseChat reads the body of /v1/chat/completions.
@@ -69,6 +76,9 @@ func (m *Model) parseChat(ctx context.Context, o *object) (*chatRequest, error) 
 		return nil, err
 	}
 	r.params.KeepIDs = m.markers(c)
+	if err := m.constrain(&r.params, &r.structure, c, r.firstCall); err != nil {
+		return nil, err
+	}
 	return r, nil
 }
 

@@ -23,6 +23,7 @@ type common struct {
 	// up to it, which is sent.
 	usage, usageSoFar bool
 	sent              usage
+	structure         structure
 	// tokenIDs requests the ids of prompt and completion.
 	tokenIDs bool
 }
@@ -80,7 +81,8 @@ func parseCommon(o *object, m *Model) common {
 	o.flag("return_token_ids", &c.tokenIDs)
 	o.flag("stream", &c.stream)
 	parseStreamOptions(o, &c)
-	parseResponseFormat(o)
+	parseResponseFormat(o, &c)
+	parseStructuredOutputs(o, &c)
 	return c
 }
 
@@ -196,20 +198,6 @@ func parseStreamOptions(o *object, c *common) {
 	s.flag("continuous_usage_stats", &c.usageSoFar)
 	s.settle(inStream)
 	o.close(s)
-}
-
-// parseResponseFormat refuses all but text: guided decoding is not supported.
-func parseResponseFormat(o *object) {
-	f := o.sub("response_format")
-	if f == nil {
-		return
-	}
-	var kind string
-	if f.text("type", &kind); kind != "text" {
-		o.unsupported("response_format", "only {\"type\": \"text\"} is")
-		return
-	}
-	o.close(f)
 }
 
 // limit sets MaxTokens from the request, the length of the prompt and the maximum length of a

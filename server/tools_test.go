@@ -35,6 +35,8 @@ type script struct {
 	tokens []int32
 	prompt int
 	last   engine.Request
+	// steps, if set, samples instead.
+	steps func(context.Context, *pipeline.Step) (pipeline.Result, error)
 }
 
 // Submit implements server.Engine.
@@ -46,7 +48,10 @@ func (s *script) Submit(ctx context.Context, r engine.Request) (*engine.Job, err
 }
 
 // Step implements engine.Stepper.
-func (s *script) Step(_ context.Context, step *pipeline.Step) (pipeline.Result, error) {
+func (s *script) Step(ctx context.Context, step *pipeline.Step) (pipeline.Result, error) {
+	if s.steps != nil {
+		return s.steps(ctx, step)
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	var r pipeline.Result

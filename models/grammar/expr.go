@@ -155,24 +155,32 @@ func (s *byteSet) each(f func(lo, hi byte)) {
 	}
 }
 
-// Without is any text of valid UTF-8, behind which comes end, in which end is only there. end is not empty.
-func Without(end string) Expr {
-	// The states of Knuth, Morris and Pratt: how much of end has been read. A state's rule reads the rest. Characters are
-	// read whole except within end, whose bytes are followed as they come.
-	states := make([]*Rule, len(end))
+// Until is any text of valid UTF-8 that ends with end, and has it nowhere else. end is not empty.
+func Until(end string) Expr { return search(end, true) }
+
+// Without is any text of valid UTF-8 that does not have a part, which is not empty.
+func Without(part string) Expr { return search(part, false) }
+
+// search is the automaton of Knuth, Morris and Pratt, whose states are how much of a text has been read: all texts up to
+// where it is complete or, without until, those where it never is.
+func search(part string, until bool) Expr {
+	states := make([]*Rule, len(part))
 	for i := range states {
-		states[i] = &Rule{Name: "text before " + end}
+		states[i] = &Rule{Name: "text before " + part}
 	}
 	to := func(n int) Expr {
-		if n == len(end) {
+		switch {
+		case n < len(part):
+			return states[n]
+		case until:
 			return literal("")
 		}
-		return states[n]
+		return choice{}
 	}
-	follow := func(read int, next string) int { // how much of end is read after end[:read] + next
-		text := end[:read] + next
-		for n := min(len(text), len(end)); n > 0; n-- {
-			if text[len(text)-n:] == end[:n] {
+	follow := func(read int, next string) int { // how much is read behind part[:read] and next
+		text := part[:read] + next
+		for n := min(len(text), len(part)); n > 0; n-- {
+			if text[len(text)-n:] == part[:n] {
 				return n
 			}
 		}
@@ -182,14 +190,17 @@ func Without(end string) Expr {
 		others := []rune{0, utf8.MaxRune}
 		var body choice
 		seen := map[rune]bool{}
-		for _, r := range end {
-			if r < utf8.RuneSelf && !seen[r] {
+		for _, r := range part {
+			if !seen[r] {
 				seen[r] = true
 				body = append(body, sequence{literal(string(r)), to(follow(i, string(r)))})
 				others = excluding(others, r)
 			}
 		}
-		states[i].Body = append(body, sequence{Runes(others...), to(0)})
+		if body = append(body, sequence{Runes(others...), to(0)}); !until {
+			body = append(body, literal(""))
+		}
+		states[i].Body = body
 	}
 	return states[0]
 }

@@ -184,14 +184,26 @@ func TestRefused(t *testing.T) {
 	}
 }
 
-func TestWithout(t *testing.T) {
-	g, err := New(Seq(Without("</think>"), Literal("x")), nil)
+func TestUntil(t *testing.T) {
+	g, err := New(Seq(Until("</think>"), Literal("x")), nil)
 	if err != nil {
 		t.Fatal(err)
 	}
 	for text, want := range map[string]bool{
 		"</think>x": true, "a <b></thin</think>x": true, "é<</think>x": true, "</think></think>x": false, "abc": false, "\xff</think>x": false, "</</think>x": true,
 	} {
+		if got := g.Match(text); got != want {
+			t.Errorf("%q: %v", text, got)
+		}
+	}
+}
+
+func TestWithout(t *testing.T) {
+	g, err := New(Without("aéa"), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for text, want := range map[string]bool{"": true, "aé": true, "aéb": true, "aaéa": false, "xaéaéa": false, "éaé": true, "\xff": false} {
 		if got := g.Match(text); got != want {
 			t.Errorf("%q: %v", text, got)
 		}

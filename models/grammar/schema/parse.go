@@ -2,6 +2,7 @@ package schema
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -83,7 +84,7 @@ func parseValue(d *json.Decoder, depth int) (any, error) {
 	return t, nil
 }
 
-// text writes a value as compact JSON.
+// text writes a value as compact JSON, whole numbers without a point.
 func text(v any) string {
 	switch v := v.(type) {
 	case *object:
@@ -99,7 +100,14 @@ func text(v any) string {
 		}
 		return "[" + strings.Join(parts, ",") + "]"
 	case json.Number:
-		return v.String()
+		d, err := parseDecimal(v)
+		if err != nil || d.part != "" || len(d.whole) > 18 {
+			return v.String()
+		}
+		if d.negative {
+			return "-" + d.whole
+		}
+		return cmp.Or(d.whole, "0")
 	}
 	var b bytes.Buffer
 	e := json.NewEncoder(&b)

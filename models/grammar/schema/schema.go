@@ -57,8 +57,66 @@ func Any(o Options) grammar.Expr { return newCompiler(true, o).any() }
 
 // AnyObject is any object.
 func AnyObject(o Options) grammar.Expr {
-	c := newCompiler(true, o)
-	return c.object(&shape{types: isObject})
+	e, err := newCompiler(true, o).object(&shape{types: isObject})
+	if err != nil {
+		panic("schema: any object: " + err.Error())
+	}
+	return e
+}
+
+// Member is a property of an object, for formats that do not write objects as JSON.
+type Member struct {
+	Name     string
+	Required bool
+	// Of is its values as JSON.
+	Of grammar.Expr
+	// Text: all values are strings, or null with Null; of Values, if there are any.
+	Text, Null bool
+	Values     []string
+}
+
+// Members are the properties of a schema of objects; false: there may be others, or the schema has alternatives.
+func Members(data []byte, o Options) ([]Member, bool) {
+	root, err := parse(data)
+	if err != nil {
+		return nil, false
+	}
+	c := newCompiler(root, o)
+	shapes, err := c.together(all{{root, "#"}})
+	if err != nil || len(shapes) != 1 {
+		return nil, false
+	}
+	s := shapes[0]
+	of := s.types
+	if !s.stated {
+		of &= s.implied
+	}
+	if of != isObject || s.hasEnum || !s.declares || s.hasAdditional && !slices.ContainsFunc(s.additional, func(l located) bool { return l.value == false }) {
+		return nil, false
+	}
+	members := make([]Member, len(s.properties))
+	for i, p := range s.properties {
+		m := Member{Name: p.name, Required: slices.Contains(s.required, p.name), Text: true}
+		if m.Of, err = c.value(p.of); err != nil {
+			return nil, false
+		}
+		values, err := c.together(p.of)
+		if err != nil {
+			return nil, false
+		}
+		for _, v := range values {
+			m.Text = m.Text && (v.types|isNull == isString|isNull || v.types == isNull)
+			m.Null = m.Null || v.types&isNull != 0
+			for _, x := range v.enum {
+				if t, ok := x.(string); ok && m.Text {
+					m.Values = append(m.Values, t)
+				}
+			}
+			m.Text = m.Text && (!v.hasEnum || len(values) == 1)
+		}
+		members[i] = m
+	}
+	return members, !slices.ContainsFunc(s.required, func(n string) bool { return s.property(n) < 0 })
 }
 
 // compiler makes the rules of one schema.
@@ -71,7 +129,6 @@ type compiler struct {
 	open       map[string]bool // schemas whose alternatives are being looked for
 	everything *grammar.Rule
 	depth      int
-	err        error
 }
 
 func newCompiler(root any, o Options) *compiler {
@@ -258,7 +315,7 @@ func (c *compiler) alternative(s *shape) (grammar.Expr, error) {
 	for _, t := range []struct {
 		of   types
 		make func(*shape) (grammar.Expr, error)
-	}{{isString, c.string}, {isArray, c.array}, {isObject, c.members}} {
+	}{{isString, c.string}, {isArray, c.array}, {isObject, c.object}} {
 		if of&t.of == 0 {
 			continue
 		}
@@ -373,42 +430,38 @@ func (c *compiler) array(s *shape) (grammar.Expr, error) {
 	return grammar.Any(empty, some), nil
 }
 
-func (c *compiler) members(s *shape) (grammar.Expr, error) {
-	e := c.object(s)
-	return e, c.err
-}
-
-// object is the texts of objects; c.err is set where there is an error.
-func (c *compiler) object(s *shape) grammar.Expr {
-	closed := len(s.properties) > 0 && !s.hasAdditional && !c.o.Open
+func (c *compiler) object(s *shape) (grammar.Expr, error) {
+	closed := s.declares && !s.hasAdditional && !c.o.Open
 	properties := slices.Clone(s.properties)
 	for _, name := range s.required {
 		if s.property(name) < 0 {
 			properties = append(properties, property{name, s.additional})
 		}
 	}
-	member := func(key grammar.Expr, of all) grammar.Expr {
+	member := func(key grammar.Expr, of all) (grammar.Expr, error) {
 		e, err := c.value(of)
-		if err != nil && c.err == nil {
-			c.err = err
-		}
-		if err != nil {
-			return grammar.Any()
-		}
-		return grammar.Seq(key, c.space, grammar.Literal(":"), c.space, e)
+		return grammar.Seq(key, c.space, grammar.Literal(":"), c.space, e), err
 	}
 	var items []grammar.Item
 	var names []string
 	for _, p := range properties {
+		e, err := member(grammar.Literal(text(p.name)), p.of)
+		if err != nil {
+			return nil, err
+		}
 		names = append(names, p.name)
-		items = append(items, grammar.Item{Of: member(grammar.Literal(text(p.name)), p.of), Optional: !slices.Contains(s.required, p.name)})
+		items = append(items, grammar.Item{Of: e, Optional: !slices.Contains(s.required, p.name)})
 	}
 	if !closed {
 		key := quoted(grammar.Repeat(anyChar, 0, -1))
 		if len(names) > 0 {
 			key = keyOther(names)
 		}
-		items = append(items, grammar.Item{Of: member(key, s.additional), Optional: true, Repeated: true})
+		e, err := member(key, s.additional)
+		if err != nil {
+			return nil, err
+		}
+		items = append(items, grammar.Item{Of: e, Optional: true, Repeated: true})
 	}
-	return grammar.Seq(grammar.Literal("{"), c.space, grammar.Separated(c.comma, items...), c.space, grammar.Literal("}"))
+	return grammar.Seq(grammar.Literal("{"), c.space, grammar.Separated(c.comma, items...), c.space, grammar.Literal("}")), nil
 }

@@ -50,6 +50,7 @@ type shape struct {
 	minItems int
 	maxItems int // -1: any
 
+	declares      bool // properties is there
 	properties    []property
 	required      []string
 	hasAdditional bool
@@ -253,6 +254,7 @@ func (c *compiler) plain(l located, o *object) (*shape, error) {
 				return nil, l.fail(keyword, "it must be an object")
 			}
 			s.implied |= isObject
+			s.declares = true
 			for _, name := range members.names {
 				s.properties = append(s.properties, property{name, all{{members.values[name], l.at(keyword, name)}}})
 			}
@@ -279,7 +281,6 @@ func (c *compiler) plain(l located, o *object) (*shape, error) {
 			return nil, err
 		}
 	}
-	// prefixItems beside items: those behind it are items.
 	return s, nil
 }
 
@@ -384,7 +385,7 @@ func merge(a, b *shape) *shape {
 		minLength: max(a.minLength, b.minLength), maxLength: lower(a.maxLength, b.maxLength),
 		patterns: union(a.patterns, b.patterns), formats: union(a.formats, b.formats),
 		items: join(a.items, b.items), minItems: max(a.minItems, b.minItems), maxItems: lower(a.maxItems, b.maxItems),
-		required: union(a.required, b.required), hasAdditional: a.hasAdditional || b.hasAdditional, additional: join(a.additional, b.additional),
+		declares: a.declares || b.declares, required: union(a.required, b.required), hasAdditional: a.hasAdditional || b.hasAdditional, additional: join(a.additional, b.additional),
 	}
 	if b.hasEnum {
 		m.restrict(b.enum)
