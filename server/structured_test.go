@@ -169,11 +169,12 @@ func (s *guesser) Step(_ context.Context, step *pipeline.Step) (pipeline.Result,
 		}
 		id := ids[s.random.IntN(len(ids))]
 		if at > 60 {
-			for _, c := range s.closes {
-				if slices.Contains(ids, c) {
-					id = c
-					break
-				}
+			may := slices.DeleteFunc(slices.Clone(s.closes), func(c int32) bool { return !slices.Contains(ids, c) })
+			switch {
+			case len(may) > 0 && may[0] == s.closes[0]: // the end
+				id = may[0]
+			case len(may) > 0:
+				id = may[s.random.IntN(len(may))]
 			}
 		}
 		r.Sampled = append(r.Sampled, id)
