@@ -371,7 +371,6 @@ func TestRequiredCalls(t *testing.T) {
 		{qwenTemplate(t), ` {}}` + "\n</tool_call>\n" + qwenCall, twoTools + `, "tool_choice": {"type": "function", "function": {"name": "time"}}`, `{"name": "time", "arguments":`, `null time({}) tool_calls`},
 		{qwenTemplate(t), `time", "arguments": {}}` + "\n</tool_call>", twoTools + `, "tool_choice": "required"`, "<tool_call>\n" + `{"name": "`, `null time({}) tool_calls`},
 		{qwenTemplate(t), `time", "arguments": {}}` + "\n</tool_call>", twoTools + `, "tool_choice": "required", "enable_thinking": true`, "assistant\n<tool_call>\n" + `{"name": "`, `null time({}) tool_calls`},
-		{qwenTemplate(t), " none", oneTool + `, "tool_choice": "required"`, `"arguments":`, "<tool_call>\n" + `{"name": "weather", "arguments": none stop`},
 		{thinking, ` {}}` + "\n</tool_call>", oneTool + `, "tool_choice": "required", "enable_thinking": true`, "assistant\n<think>\n\n</think>\n\n<tool_call>\n" + `{"name": "weather", "arguments":`, `null weather({}) tool_calls`},
 		{mistralTemplate, `{}}]`, oneTool + `, "tool_choice": "required"`, `[TOOL_CALLS] [{"name": "weather", "arguments":`, `null weather({}) tool_calls`},
 	} {

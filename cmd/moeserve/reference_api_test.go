@@ -38,8 +38,8 @@ var apiParameters = []apiParameter{
 	{onChats, "max_completion_tokens", `1`, "maximum tokens to generate; goes before `max_tokens`"},
 	{onChats, "logprobs", `true`, "log-probabilities of the sampled tokens"},
 	{onChats, "top_logprobs", `2`, "log-probabilities of this many others; needs `logprobs`"},
-	{onChats, "tools", "", "go through the chat template; the model's calls are returned as `tool_calls` ([guide](../guide/serving.md#tool-calls))"},
-	{onChats, "tool_choice", `"auto"`, "`none`, `auto`, `required` or a function by name; the last two begin the call, and the model goes on with it ([what that guarantees](../guide/serving.md#tool-calls))"},
+	{onChats, "tools", "", "go through the chat template; the model's calls are returned as `tool_calls`, with `strict` constrained to their schema ([guide](../guide/serving.md#tool-calls))"},
+	{onChats, "tool_choice", `"auto"`, "`none`, `auto`, `required` or a function by name; the last two begin the call, which follows the schema of its tool ([what that guarantees](../guide/serving.md#tool-calls))"},
 	{onChats, "parallel_tool_calls", `false`, "false: only the first call is returned"},
 	{onChats, "include_reasoning", `false`, "false: reasoning is not returned (vLLM)"},
 	{onChats, "enable_thinking", `false`, "the variable of the chat template that turns reasoning off, also as a member of `chat_template_kwargs`, as with vLLM"},
@@ -73,8 +73,23 @@ var apiParameters = []apiParameter{
 	{onBoth, "stream", `false`, "server-sent events, a chunk for each token"},
 	{onBoth, "stream_options.include_usage", `false`, "usage in a last chunk; needs `stream`"},
 	{onBoth, "stream_options.continuous_usage_stats", `false`, "usage so far in every chunk; needs `include_usage` (vLLM)"},
-	{onBoth, "response_format.type", `"text"`, "text only"},
-	{onBoth, "response_format.type", `"json_object"`, ""},
+	{onBoth, "response_format.type", `"json_object"`, "`text`, `json_object` or `json_schema`: the completion is JSON ([guide](../guide/serving.md#structured-output))"},
+	{onBoth, "response_format.type", `"structural_tag"`, ""},
+	{onBoth, "response_format.json_schema", `{"schema": {"type": "integer"}}`, "with `schema`; `name`, `description` and `strict` change nothing"},
+	{onBoth, "response_format.json_schema.schema", "", "the JSON schema of the completion"},
+	{onBoth, "response_format.json_schema.name", "", "accepted"},
+	{onBoth, "response_format.json_schema.description", "", "accepted"},
+	{onBoth, "response_format.json_schema.strict", "", "accepted: every schema is strict"},
+	{onBoth, "structured_outputs.json", `{"type": "integer"}`, "a JSON schema (vLLM); one of `json`, `json_object`, `regex`, `choice` and `grammar`"},
+	{onBoth, "structured_outputs.json_object", `true`, "a JSON object (vLLM)"},
+	{onBoth, "structured_outputs.regex", `"[a-z]{2}"`, "a regular expression that matches the whole completion (vLLM)"},
+	{onBoth, "structured_outputs.choice", `["yes", "no"]`, "one of these texts (vLLM)"},
+	{onBoth, "structured_outputs.grammar", `"root ::= [a-z]+"`, "a grammar in GBNF (vLLM)"},
+	{onBoth, "structured_outputs.disable_any_whitespace", `true`, "no white space in JSON (vLLM)"},
+	{onBoth, "structured_outputs.whitespace_pattern", `" ?"`, "a regular expression for white space in JSON (vLLM)"},
+	{onBoth, "structured_outputs.disable_additional_properties", `true`, "false: objects that declare properties may have others (vLLM)"},
+	{onBoth, "structured_outputs.structural_tag", `""`, ""},
+	{onBoth, "structured_outputs.structural_tag", "", "no value"},
 }
 
 // endpoints say what each path of the server is for.
@@ -110,9 +125,9 @@ func TestReferenceAPI(t *testing.T) {
 	var supported, refused []string
 	for _, x := range apiParameters {
 		top, sub, nested := strings.Cut(x.name, ".")
-		last, value := top, x.value
+		last, value := x.name[strings.LastIndexByte(x.name, '.')+1:], x.value
 		if nested {
-			last, value = sub, fmt.Sprintf("{%q: %s}", sub, x.value)
+			value = fmt.Sprintf("{%q: %s}", sub, x.value)
 		}
 		if !slices.Contains(known, last) {
 			t.Errorf("the server reads no member %s", x.name)
@@ -124,6 +139,8 @@ func TestReferenceAPI(t *testing.T) {
 		switch x.name {
 		case "prompt", "messages":
 			body = fmt.Sprintf(`{%q: %s}`, top, value)
+		case "response_format.json_schema":
+			body = strings.Replace(body, `"json_schema"`, `"type": "json_schema", "json_schema"`, 1)
 		case "top_logprobs":
 			body = strings.Replace(body, "{", `{"logprobs": true, `, 1)
 		case "stream_options.include_usage", "stream_options.continuous_usage_stats":
@@ -194,7 +211,7 @@ func TestReferenceAPI(t *testing.T) {
 func serverNames(t *testing.T) (known, paths []string) {
 	t.Helper()
 	reads := []string{"text", "flag", "integer", "number", "int64", "ids", "pop", "sub", "list", "unsupported"}
-	in := []string{"parseCommon", "parseCacheSalt", "parseStop", "parseLogitBias", "parseStreamOptions", "parseResponseFormat", "parseCompletion", "parseChat", "parseConversation", "parseTemplateVariables", "parseTools"}
+	in := []string{"parseCommon", "parseCacheSalt", "parseStop", "parseLogitBias", "parseStreamOptions", "parseResponseFormat", "parseStructuredOutputs", "parseCompletion", "parseChat", "parseConversation", "parseTemplateVariables", "parseTools"}
 	plain := regexp.MustCompile(`^[a-z][a-z_]*$`)
 	found := map[string]bool{}
 	literal := func(e ast.Expr) (string, bool) {
@@ -231,7 +248,7 @@ func serverNames(t *testing.T) (known, paths []string) {
 		}
 		return true
 	}
-	for _, name := range []string{"params.go", "completions.go", "chat.go", "tools.go", "server.go", "admin.go"} {
+	for _, name := range []string{"params.go", "structured.go", "completions.go", "chat.go", "tools.go", "server.go", "admin.go"} {
 		f, err := parser.ParseFile(token.NewFileSet(), filepath.Join("..", "..", "server", name), nil, 0)
 		if err != nil {
 			t.Fatal(err)
