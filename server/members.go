@@ -14,6 +14,7 @@ const (
 	inChat         = "/v1/chat/completions"
 	inConversation = "a conversation" // of chats and of /tokenize
 	inStream       = "stream_options"
+	inStructured   = "structured_outputs"
 	inMessage      = "messages[]"
 	inPart         = "messages[].content[]"
 )
@@ -84,6 +85,8 @@ var members = slices.Concat(
 	refused(inConversation, "chat_template", "chats go through the model's own template"),
 	refused(inConversation, "continue_final_message", "a completion is a new message", "false"),
 	refused(inConversation, "documents", "put them into a message", "[]"),
+
+	refused(inStructured, "structural_tag", "give tools, which constrain calls, or a grammar"),
 
 	ignored(inStream, "chunks are not padded", "include_obfuscation"),
 

@@ -119,9 +119,7 @@ func parseStructuredOutputs(o *object, c *common) {
 		s.open = !others
 	}
 	f.text("whitespace_pattern", &s.space)
-	if _, ok := f.pop("structural_tag"); ok {
-		f.unsupported("structural_tag", "give tools, which constrain calls, or a grammar")
-	}
+	f.settle(inStructured)
 	switch {
 	case len(kinds) > 1:
 		f.fail(kinds[1], "invalid_value", "Invalid value for '%s': it must have one of %s, not both.", f.path, strings.Join(kinds, " and "))

@@ -88,8 +88,6 @@ var apiParameters = []apiParameter{
 	{onBoth, "structured_outputs.disable_any_whitespace", `true`, "no white space in JSON (vLLM)"},
 	{onBoth, "structured_outputs.whitespace_pattern", `" ?"`, "a regular expression for white space in JSON (vLLM)"},
 	{onBoth, "structured_outputs.disable_additional_properties", `true`, "false: objects that declare properties may have others (vLLM)"},
-	{onBoth, "structured_outputs.structural_tag", `""`, ""},
-	{onBoth, "structured_outputs.structural_tag", "", "no value"},
 }
 
 // endpoints say what each path of the server is for.
@@ -177,7 +175,7 @@ func TestReferenceAPI(t *testing.T) {
 	}
 	var unused []string
 	for _, m := range server.Members() {
-		in := map[string]string{"body": onBoth, "messages[]": "a message", "messages[].content[]": "a part of a message's content", "stream_options": "`stream_options`"}[m.In]
+		in := map[string]string{"body": onBoth, "messages[]": "a message", "messages[].content[]": "a part of a message's content", "stream_options": "`stream_options`", "structured_outputs": "`structured_outputs`"}[m.In]
 		if in == "" {
 			in = strings.TrimPrefix(m.In, "/v1/")
 		}
