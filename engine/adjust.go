@@ -191,4 +191,7 @@ func (q *sequence) samplingParams(d *pipeline.SamplingParams) {
 	d.TopK, d.TopP, d.MinP = int32(p.TopK), p.TopP, p.MinP
 	d.RepetitionPenalty, d.PresencePenalty, d.FrequencyPenalty = p.RepetitionPenalty, p.PresencePenalty, p.FrequencyPenalty
 	d.Adjust, d.LogProbs = q.adjust.list, p.LogProbs
+	if q.constraint != nil {
+		d.Mask = q.constraint
+	}
 }

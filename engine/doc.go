@@ -24,6 +24,11 @@
 // more than the pool is loading until Poll reports the end, while others run; what has not
 // arrived is computed. Transfers hold their blocks, so a sequence ends at once in any state.
 //
+// A sample with a Grammar has its mask of the next token computed in another goroutine from when the token before is known,
+// while the next step runs; the pipeline asks for it when all else of the step is enqueued. So it costs time only where the
+// mask takes longer than the layers. The state of the grammar depends on the sample's tokens alone: preemption does not
+// change it.
+//
 // Pause has it run no step until Resume, so that the memory that steps use can be released: requests
 // that run end, finish before, or are preempted, and those that come wait.
 //

@@ -229,6 +229,8 @@ type Engine struct {
 	// updates are those that no job has received yet.
 	updates, spareUpdates []delivery
 	deliveryDone          chan struct{}
+	// masks are those that are being computed.
+	masks sync.WaitGroup
 	// meanwhile is what steps call while the device computes; nil: there are no tiers.
 	meanwhile func()
 
@@ -286,6 +288,7 @@ type sequence struct {
 	started, first bool
 	text           *detokenizer
 	adjust         adjustments
+	constraint     *constraint // nil: there is none
 }
 
 // New returns an engine; the caller closes it.
@@ -393,6 +396,9 @@ func (e *Engine) admissible(r Request) (*submission, error) {
 		return nil, fmt.Errorf("engine: %w: it has %d tokens, and the maximum model length is %d, completion included; shorten the prompt, or raise --max-model-len if the model allows it",
 			ErrPromptTooLong, len(r.Prompt), e.o.MaxModelLen)
 	}
+	if g := r.Params.Grammar; g != nil && g.Words() != (e.o.Vocab+31)/32 {
+		return nil, fmt.Errorf("engine: %w: the grammar's vocabulary is not that of the model", ErrBadRequest)
+	}
 	for i, id := range r.Prompt {
 		if id < 0 || int(id) >= e.o.Vocab {
 			why := ""
@@ -436,6 +442,7 @@ func (e *Engine) Close() error {
 	e.running.Lock()
 	defer e.running.Unlock()
 	e.abortAll(nil)
+	e.masks.Wait()
 	return nil
 }
 
@@ -668,6 +675,10 @@ func (e *Engine) takeIn() {
 				}
 			}
 			q.adjust = s.adjust.sample()
+			if g := s.req.Params.Grammar; g != nil {
+				q.constraint = &constraint{m: g.Matcher(), stop: s.adjust.stop}
+				q.constraint.prepare(&e.masks)
+			}
 			e.seqs[e.next] = q
 			e.sched.Add(e.next, &q.blocks, len(q.tokens), s.limit, s.req.Priority)
 			e.next++
@@ -862,6 +873,13 @@ func (e *Engine) appendSampled(res *pipeline.Result, now time.Time) {
 			if c.seq.sub.req.Params.LogProbs {
 				t.LogProb, t.Top = logProbs(res.LogProbs[row], c.seq.sub.req.Params.TopLogProbs)
 			}
+			if q := c.seq; q.constraint != nil && !q.adjust.ends(t.ID) {
+				if !q.constraint.accept(t.ID) {
+					e.failAlone(q, fmt.Errorf("engine: after %d tokens: token %d is none that the grammar allows", len(q.tokens), t.ID))
+					continue
+				}
+				q.constraint.prepare(&e.masks)
+			}
 			e.addToken(c.ID, c.seq, t, now)
 		}
 	}
@@ -882,7 +900,7 @@ func (e *Engine) addToken(id scheduler.ID, q *sequence, t Token, now time.Time) 
 	q.adjust.addToken(t.ID)
 	d := e.addUpdate(q, now)
 	d.hasToken, d.token, d.needsText = true, t, q.text != nil
-	if d.stop = q.adjust.ends(t.ID); d.stop {
+	if d.stop = q.adjust.ends(t.ID); d.stop || q.constraint != nil && q.constraint.m.Ended() {
 		d.finish = FinishStop
 	} else if len(q.tokens) >= q.sub.limit {
 		d.finish = FinishLength

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"math"
 	"time"
+
+	"github.com/moeserve/moeserve/models/grammar"
 )
 
 // FinishReason is why a sample ended, as in the OpenAI API.
@@ -12,7 +14,7 @@ type FinishReason string
 
 // The reasons.
 const (
-	// FinishStop: a stop id was sampled, or the text ends with a stop string.
+	// FinishStop: a stop id was sampled, the text ends with a stop string, or nothing may follow it by Params.Grammar.
 	FinishStop FinishReason = "stop"
 	// FinishLength: MaxTokens were generated, or the sequence has the maximum length.
 	FinishLength FinishReason = "length"
@@ -89,6 +91,9 @@ type Params struct {
 	// Ends makes, for each sample, a function that is given its text as it comes, by the engine's goroutine,
 	// and ends it by returning true. nil: the text has no other end than a stop string.
 	Ends func() func(text string) bool
+	// Grammar restricts the completion to its texts; nil: it may be any. A sample ends where nothing may follow; stop ids
+	// are sampled only where it may end.
+	Grammar *grammar.Grammar
 	// StopIDs end a sample, in addition to the model's, which IgnoreEOS turns off.
 	StopIDs   []int32
 	IgnoreEOS bool
@@ -226,8 +231,8 @@ type Request struct {
 // Token is one generated token.
 type Token struct {
 	ID int32
-	// LogProb of the token in the model's distribution, before temperature and penalties,
-	// and Top, the likeliest tokens of that position; where requested.
+	// LogProb of the token in the model's distribution, before temperature and penalties, of the tokens that
+	// Params.Grammar allows, and Top, the likeliest tokens of that position; where requested.
 	LogProb float32
 	Top     []TopLogProb
 }

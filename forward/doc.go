@@ -40,8 +40,10 @@
 //
 // SamplingParams describe how a token is sampled. Head enqueues only the operations that the
 // batch needs: Sample alone, or, if the logits of some tokens are adjusted, Adjust before it
-// and Restore after it; and LogProbs if requested. Of the tokens of a prompt, as its targets, it first computes
-// the log-probabilities that the model gives them, from a few rows of logits at a time.
+// and Restore after it; and LogProbs if requested. Mask comes before all of them where a sample has a mask: PackMasks
+// packs masks by themselves, as late as possible, since the host may compute them during the step. Of the tokens of a
+// prompt, as its targets, Head first computes the log-probabilities that the model gives them, from a few rows of
+// logits at a time.
 //
 // # Invariants
 //

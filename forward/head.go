@@ -5,7 +5,7 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-// Logits returns logit rows r of the step, [r.Rows, V] F32, after Head.
+// Logits returns logit rows r of the step, [r.Rows, V] F32, after Head: the model's, but for the tokens that masks ban.
 func (m *Model) Logits(r Span) kernels.Tensor { return r.slice(m.ws.head.logits, 1) }
 
 // Sampled returns the tokens sampled for logit rows r of the step, [r.Rows] I32, after Head.
@@ -37,7 +37,8 @@ func (m *Model) Targets(r Span) TargetResults {
 // Head ends a step: it computes the log-probabilities of b's targets, then the logits of its logit rows,
 // samples a token from each, and computes log-probabilities if b requests them. Penalties and biases are
 // undone after sampling, so that Logits are the model's, except that those of a micro-batch are lost where
-// a later one of the step has targets. Without logit rows and targets it does nothing.
+// a later one of the step has targets; masks are not, and log-probabilities are those of the tokens that they
+// allow. Without logit rows and targets it does nothing.
 func (m *Model) Head(s device.Stream, b *Batch) error {
 	if err := m.compare(s, b); err != nil {
 		return err
@@ -50,6 +51,12 @@ func (m *Model) Head(s device.Stream, b *Batch) error {
 		return err
 	}
 	logits, adjusted := m.Logits(d.Span), !d.Adjust.IDs.None()
+	if !d.Masks.Rows.None() {
+		m.ops.mask = kernels.Mask{Logits: logits, Rows: d.Masks.Rows, Allowed: d.Masks.Allowed}
+		if err := m.enqueue(s, "head", &m.ops.mask); err != nil {
+			return err
+		}
+	}
 	if adjusted {
 		a := &d.Adjust
 		m.ops.adjust = kernels.Adjust{

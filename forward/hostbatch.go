@@ -61,16 +61,20 @@ func NewHostBatch(c *models.Config, l Limits) HostBatch { return HostBatch{confi
 // Reset empties h, keeping its memory, for a micro-batch that begins at these tokens, logit
 // rows and targets of its step.
 func (h *HostBatch) Reset(first, firstLogit, firstTarget int) {
+	clear(h.samples.masks)
 	*h = HostBatch{
 		first: first, firstLogit: firstLogit, firstTarget: firstTarget, config: h.config, limits: h.limits, rows: h.rows[:0],
 		seqs:    hostSequences{list: h.seqs.list[:0]},
-		samples: hostSamples{list: h.samples.list[:0], adjusts: h.samples.adjusts[:0]},
+		samples: hostSamples{list: h.samples.list[:0], adjusts: h.samples.adjusts[:0], masks: h.samples.masks[:0]},
 		targets: h.targets[:0],
 	}
 }
 
 // Rows is the number of tokens so far.
 func (h *HostBatch) Rows() int { return len(h.rows) }
+
+// Masked reports whether some sample has a mask.
+func (h *HostBatch) Masked() bool { return len(h.samples.masks) > 0 }
 
 // MaxContext is the maximum context length of a sequence so far, in tokens.
 func (h *HostBatch) MaxContext() int { return h.seqs.maxContext }

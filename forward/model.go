@@ -42,6 +42,7 @@ type arguments struct {
 	combined kernels.CombineNorm
 	silu     kernels.SiluMul
 	gather   kernels.Gather
+	mask     kernels.Mask
 	sample   kernels.Sample
 	adjust   kernels.Adjust
 	restore  kernels.Restore

@@ -6,6 +6,7 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/models"
 )
 
 // Batch is a micro-batch on the device: views of one upload. Its span is of the step's tokens,
@@ -49,6 +50,15 @@ type SamplingMetadata struct {
 	Adjust AdjustMetadata
 	// LogProbs is set if some row requests log-probabilities.
 	LogProbs bool
+
+	// Masks are none before PackMasks.
+	Masks MaskMetadata
+}
+
+// MaskMetadata has the tokens that M of the logit rows may sample. Both tensors are none if M is 0.
+type MaskMetadata struct {
+	Rows    kernels.Tensor // [M] I32, within the batch
+	Allowed kernels.Tensor // [M, Vocab/32 rounded up] I32: see kernels.Mask
 }
 
 // TargetMetadata describes tokens whose log-probabilities are computed, each as the one that follows a
@@ -89,6 +99,33 @@ func StepUploadBytes(l Limits, batches int) int64 {
 	return int64(batches)*each + adjust
 }
 
+// MaskUploadBytes is the maximum size of the masks, one after another, of a step divided into that many micro-batches.
+func MaskUploadBytes(c *models.Config, l Limits, batches int) int64 {
+	d, each := int64(l.MaxLogits), 4*int64((c.Vocab+31)/32)
+	return device.Align(4*d) + device.Align(d*each) + 2*int64(batches)*device.Alignment
+}
+
+// PackMasks writes the masks of h to dst as Pack does the rest, and completes b, which Pack returned. It waits until they
+// are computed.
+func (h *HostBatch) PackMasks(dst []byte, base device.Addr, b *Batch) (int64, error) {
+	list := h.samples.masks
+	p := packer{dst: dst, base: base}
+	m := &b.Sampling.Masks
+	words := (h.config.Vocab + 31) / 32
+	var rows []int32
+	var bits []uint32
+	m.Rows, rows = p.ints(len(list))
+	m.Allowed, bits = place[uint32](&p, kernels.I32, len(list), words)
+	if p.full() {
+		return 0, fmt.Errorf("forward: masks of %d bytes in an upload buffer of %d", p.used, len(dst))
+	}
+	for i := range list {
+		rows[i] = list[i].sample
+		list[i].mask.Allowed(bits[i*words:][:words])
+	}
+	return p.used, nil
+}
+
 // Pack writes h to dst, in host memory at a multiple of 8 bytes. The caller uploads the number
 // of bytes returned to base in device memory, which is aligned to 256 bytes.
 func (h *HostBatch) Pack(dst []byte, base device.Addr) (Batch, int64, error) {
@@ -127,7 +164,7 @@ type packer struct {
 
 // place returns a tensor on the device, and its elements in dst (host and device have the same
 // byte order), or nil if dst is too small, which Pack reports.
-func place[T int32 | uint64 | float32](p *packer, t kernels.DType, shape ...int) (kernels.Tensor, []T) {
+func place[T int32 | uint32 | uint64 | float32](p *packer, t kernels.DType, shape ...int) (kernels.Tensor, []T) {
 	x := kernels.New(p.base+device.Addr(p.used), t, shape...)
 	var out []T
 	if n := x.Bytes(); p.used+n <= int64(len(p.dst)) {

@@ -29,8 +29,18 @@ type SamplingParams struct {
 	// Adjust lists tokens, each once, in any order.
 	Adjust []TokenAdjust
 	// LogProbs requests log-probabilities, of the logits before penalties, bias and
-	// temperature.
+	// temperature, and behind Mask.
 	LogProbs bool
+	// Mask bans tokens; nil: none.
+	Mask Mask
+}
+
+// Mask says which tokens may be sampled. It is asked when all else of a step is enqueued, so that it can be computed while
+// the device computes.
+type Mask interface {
+	// Allowed sets dst: bit id%32 of word id/32 for each token that may be sampled, of Vocab/32 words rounded up. It may
+	// wait for another goroutine.
+	Allowed(dst []uint32)
 }
 
 // TokenAdjust changes the logit of one token: see kernels.Adjust.
@@ -47,6 +57,7 @@ type TokenAdjust struct {
 type hostSamples struct {
 	list    []hostSample
 	adjusts []TokenAdjust // of all samples, in order
+	masks   []hostMask
 	// The parameters that at least one sample uses.
 	usesTopK, usesTopP, usesMinP, logProbs bool
 }
@@ -61,6 +72,12 @@ type hostSample struct {
 	topP, minP                      float32
 	repetition, presence, frequency float32
 	adjustEnd                       int32
+}
+
+// hostMask is the mask of the sample at an index of the list.
+type hostMask struct {
+	sample int32
+	mask   Mask
 }
 
 // Sample requests the logits of a row of h, and a token sampled from them. It returns the index
@@ -90,6 +107,9 @@ func (h *HostBatch) Sample(row int, d *SamplingParams) (int, error) {
 		all.usesMinP = all.usesMinP || d.MinP > 0
 	}
 	all.logProbs = all.logProbs || d.LogProbs
+	if d.Mask != nil {
+		all.masks = append(all.masks, hostMask{int32(len(all.list)), d.Mask})
+	}
 	x := grow(&all.list)
 	x.seed, x.row, x.sample, x.position, x.temperature = d.Seed, int32(row), d.Sample, d.Position, d.Temperature
 	x.topK, x.topP, x.minP = d.TopK, topP, d.MinP

@@ -33,6 +33,7 @@ type valid struct {
 	sample    Sample
 	adjust    Adjust
 	restore   Restore
+	mask      Mask
 	probs     LogProbs
 }
 
@@ -79,6 +80,7 @@ func newValid() *valid {
 		v.tensor(F32, 2), v.tensor(F32, 2), v.tensor(F32, 2), v.tensor(F32, 5),
 	}
 	v.restore = Restore{v.sample.Logits, v.adjust.Starts, v.adjust.IDs, v.adjust.Saved}
+	v.mask = Mask{v.sample.Logits, v.tensor(I32, 1), v.tensor(I32, 1, 4)}
 	v.probs = LogProbs{v.sample.Logits, v.sample.Out, v.tensor(F32, 2), v.tensor(I32, 2, 7), v.tensor(F32, 2, 7), v.tensor(I32, 2)}
 	return v
 }
@@ -87,7 +89,7 @@ func (v *valid) all() []Op {
 	return []Op{
 		&v.embed, &v.norm, &v.matmul, &v.clamp, &v.rope, &v.append, &v.ropeKV, &v.attention, &v.route, &v.group,
 		&v.up, &v.down, &v.combine, &v.combined, &v.silu, &v.gather, &v.copied, &v.sample,
-		&v.adjust, &v.restore, &v.probs,
+		&v.adjust, &v.restore, &v.mask, &v.probs,
 	}
 }
 
@@ -310,6 +312,10 @@ func TestCheckErrors(t *testing.T) {
 		{func(v *valid) Op { v.restore.Saved = v.tensor(F32, 6); return &v.restore }, "Saved is float32[6], want 5 elements (IDs has 5)"},
 		{func(v *valid) Op { v.restore.Saved.Addr = v.restore.Logits.Addr; return &v.restore }, "overlaps Saved"},
 
+		{func(v *valid) Op { v.mask.Rows = v.tensor(I32, 2); return &v.mask }, "kernels: mask: Allowed is int32[1 4], want 2 rows (Rows has 2)"},
+		{func(v *valid) Op { v.mask.Allowed = v.tensor(I32, 1, 3); return &v.mask }, "Allowed is int32[1 3], want 4 columns (Logits has 100)"},
+		{func(v *valid) Op { v.mask.Allowed.Addr = v.mask.Logits.Addr; return &v.mask }, "overlaps Logits"},
+
 		{func(v *valid) Op { v.probs.Logits = v.tensor(F32, 2, 0); return &v.probs }, "kernels: log_probs: Logits is float32[2 0], want at least one column"},
 		{func(v *valid) Op { v.probs.Tokens = v.tensor(I32, 3); return &v.probs }, "Tokens is int32[3], want 2 elements (Logits has 2)"},
 		{func(v *valid) Op { v.probs.Sampled.Addr = v.probs.Logits.Addr; return &v.probs }, "overlaps Logits"},
@@ -330,7 +336,7 @@ func TestCheckErrors(t *testing.T) {
 func TestCheckWithoutTensors(t *testing.T) {
 	for _, op := range []Op{
 		&Embed{}, &Norm{}, &MatMul{}, &Clamp{}, &RoPE{}, &AppendKV{}, &RoPEAppendKV{}, &Attention{}, &Route{}, &SortByExpert{},
-		&ExpertUp{}, &ExpertDown{}, &Combine{}, &CombineNorm{}, &SiluMul{}, &Gather{}, &CopyBlocks{}, &Sample{}, &Adjust{}, &Restore{}, &LogProbs{},
+		&ExpertUp{}, &ExpertDown{}, &Combine{}, &CombineNorm{}, &SiluMul{}, &Gather{}, &CopyBlocks{}, &Sample{}, &Adjust{}, &Restore{}, &Mask{}, &LogProbs{},
 	} {
 		if err := op.Check(); err == nil || !strings.HasPrefix(err.Error(), "kernels: "+op.Name()+": ") || !strings.Contains(err.Error(), " is missing, want ") {
 			t.Errorf("%s without tensors gives %v", op.Name(), err)
@@ -367,6 +373,7 @@ func TestDeclare(t *testing.T) {
 		{&v.sample, 40 * 200, 200*4 + 2*(4+8+4+4+4) + 2*3*4, 8, 1},
 		{&v.adjust, 5 * 5, 2*5*4 + 3*4 + 3*5*4 + 3*2*4 + 5*4, 8, 2},
 		{&v.restore, 0, 2*5*4 + 3*4 + 2*5*4, 4, 1},
+		{&v.mask, 0, 100*4 + 4 + 4*4, 3, 1},
 		{&v.probs, 20 * 200, 200*4 + 2*4 + 2*4 + 2*2*7*4 + 2*4, 2, 4},
 	} {
 		var d Decl

@@ -178,6 +178,44 @@ func declareListed(d *Decl, logits *Tensor, n int) {
 	d.Bytes += 2 * int64(n) * int64(logits.DType.Size())
 }
 
+// Mask bans tokens: with t a token and m a row of Allowed,
+//
+//	Logits[Rows[m], t] = -Inf where bit t%32 of Allowed[m, t/32] is 0
+//
+// The logits of the other tokens, and of rows that are not listed, stay as they are.
+type Mask struct {
+	Logits  Tensor // [S, V] F32
+	Rows    Tensor // [M] I32, each in [0, S), each once
+	Allowed Tensor // [M, W] I32, dense, W = V/32 rounded up; bits behind the last token mean nothing
+}
+
+// Name implements Op.
+func (*Mask) Name() string { return "mask" }
+
+// Check implements Op.
+func (o *Mask) Check() error {
+	c := checker{op: o.Name()}
+	c.tensor("Logits", &o.Logits, float32Only, 2)
+	c.tensor("Rows", &o.Rows, int32Only, 1)
+	c.tensor("Allowed", &o.Allowed, int32Only, 2)
+	c.dense("Allowed", &o.Allowed)
+	c.size("Allowed", &o.Allowed, 0, o.Rows.Shape[0], "rows", "Rows")
+	if words := (o.Logits.Shape[1] + 31) / 32; c.ok() && o.Allowed.Shape[1] != words {
+		c.failf("Allowed is %v, want %d columns (Logits has %d)", o.Allowed, words, o.Logits.Shape[1])
+	}
+	c.disjoint("Allowed", &o.Allowed, "Logits", &o.Logits)
+	return c.err
+}
+
+// Declare implements Op. Reads and Writes have all logits, Bytes counts those of the listed rows as written.
+func (o *Mask) Declare(d *Decl) {
+	d.Reads = o.Logits.AppendRanges(d.Reads)
+	d.Writes = o.Logits.AppendRanges(d.Writes)
+	d.Bytes += int64(o.Rows.Shape[0]) * int64(o.Logits.Shape[1]) * int64(o.Logits.DType.Size())
+	d.read(&o.Rows)
+	d.read(&o.Allowed)
+}
+
 // LogProbs computes log(softmax) of each row: Sampled for the tokens in Tokens, Top for the N
 // most probable tokens, TopIDs, in descending order of logits, the lower id of equal ones
 // first. NaN logits are ignored, in the softmax too; if a row has fewer than N numbers, the

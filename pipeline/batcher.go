@@ -44,6 +44,8 @@ type batcher struct {
 	n int
 	// decode: each sequence of the step has one token.
 	decode bool
+	// masked: some token of the step is sampled with a mask.
+	masked bool
 	// wantLogProbs: whether log-probabilities of each logit row of the step are requested.
 	wantLogProbs []bool
 	// targets of the step.
@@ -104,6 +106,7 @@ func (b *batcher) split(s *Step, total int, shape *Shape) error {
 	var each int
 	b.n, each = b.microBatching.split(total)
 	b.decode = total == len(s.Sequences)
+	b.masked = false
 	clear(b.groups)
 	b.wantLogProbs, b.targets = b.wantLogProbs[:0], 0
 	tokens, at := 0, -1
@@ -133,8 +136,9 @@ func (b *batcher) split(s *Step, total int, shape *Shape) error {
 				d := q.SamplingParams
 				d.Position = int32(q.Start + r + 1)
 				if r < len(q.Tokens)-1 {
-					d.Adjust = nil
+					d.Adjust, d.Mask = nil, nil
 				}
+				b.masked = b.masked || d.Mask != nil
 				if _, err := mb.host.Sample(first+r-from, &d); err != nil {
 					return &SequenceError{i, err}
 				}
@@ -173,7 +177,7 @@ type stepMetadata struct {
 
 func newStepMetadata(o *Options) (d *stepMetadata, err error) {
 	d = &stepMetadata{}
-	bytes := o.StepMetadataBytes(o.Limits)
+	bytes := o.StepMetadataBytes(o.config(), o.Limits)
 	if d.pinned, err = o.Machine.Alloc(device.Host, bytes, "step metadata, pinned"); err != nil {
 		return d, err
 	}
@@ -190,6 +194,17 @@ func (d *stepMetadata) upload(s device.Stream, b *microBatch) error {
 		return err
 	}
 	b.batch, b.hostMetadata = batch, batch.Attention.Relocated(base, d.pinned.Range(off, free).Addr)
+	d.used += bytes
+	return s.Copy(d.device.Range(off, bytes), d.pinned.Range(off, bytes))
+}
+
+// uploadMasks packs a micro-batch's masks, when they are computed, and enqueues their copy to the device.
+func (d *stepMetadata) uploadMasks(s device.Stream, b *microBatch) error {
+	off, free := d.used, d.pinned.Bytes()-d.used
+	bytes, err := b.host.PackMasks(d.pinned.Write(off, free), d.device.Range(off, free).Addr, &b.batch)
+	if err != nil {
+		return err
+	}
 	d.used += bytes
 	return s.Copy(d.device.Range(off, bytes), d.pinned.Range(off, bytes))
 }

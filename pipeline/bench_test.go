@@ -23,7 +23,7 @@ func BenchmarkSplit(b *testing.B) {
 				l := forward.Limits{MaxTokens: n, MaxSeqs: n, MaxLogits: n, MaxModelLen: 1024, BlockTokens: block}
 				o := Options{Limits: l, MicroBatches: micro}
 				batches := newBatcher(&o, func() forward.HostBatch { return forward.NewHostBatch(c, l) })
-				dst := make([]byte, o.StepMetadataBytes(l))
+				dst := make([]byte, o.StepMetadataBytes(o.config(), l))
 				kv, err := kvcache.NewManager(kvcache.ManagerOptions{Blocks: n * (context + block) / block, BlockTokens: block})
 				check(b, err)
 				step := &Step{Sequences: make([]Sequence, n)}

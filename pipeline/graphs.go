@@ -38,8 +38,9 @@ type graphs struct {
 	// kept are the graphs, least recently launched first, at most maxGraphs.
 	kept []stepGraph
 	// current are this step's micro-batches, previous those of the step before; empty where
-	// that step could not be a graph.
-	current, previous []forward.Batch
+	// that step could not be a graph. masked and previousMasked: without their heads.
+	current, previous      []forward.Batch
+	masked, previousMasked bool
 
 	captured, launched, failed, numKept, captureTime atomic.Int64
 }
@@ -47,6 +48,7 @@ type graphs struct {
 // stepGraph is the graph of a step with these micro-batches.
 type stepGraph struct {
 	batches []forward.Batch
+	masked  bool // the heads are not in it
 	graph   device.Graph
 }
 
@@ -91,6 +93,7 @@ func roundContext(tokens int) int {
 // if the previous step was the same, so that this one is worth capturing.
 func (g *graphs) find(b *batcher, p *plan) (_ device.Graph, capture bool) {
 	g.current, g.previous = g.previous[:0], g.current
+	g.masked, g.previousMasked = b.masked, g.masked
 	if g.stream == nil || !b.decode || !p.graph {
 		return nil, false
 	}
@@ -98,13 +101,13 @@ func (g *graphs) find(b *batcher, p *plan) (_ device.Graph, capture bool) {
 		g.current = append(g.current, b.all[i].batch)
 	}
 	for i := range g.kept {
-		if h := g.kept[i]; slices.Equal(h.batches, g.current) {
+		if h := g.kept[i]; h.masked == g.masked && slices.Equal(h.batches, g.current) {
 			copy(g.kept[i:], g.kept[i+1:])
 			g.kept[len(g.kept)-1] = h
 			return h.graph, false
 		}
 	}
-	return nil, !g.disabled && slices.Equal(g.current, g.previous)
+	return nil, !g.disabled && g.masked == g.previousMasked && slices.Equal(g.current, g.previous)
 }
 
 // launch enqueues a graph.
@@ -123,7 +126,7 @@ func (g *graphs) capture(enqueue func() error) {
 	start := g.clock.Now()
 	graph, err := g.stream.Capture(enqueue)
 	if err == nil {
-		g.kept = append(g.kept, stepGraph{slices.Clone(g.current), graph})
+		g.kept = append(g.kept, stepGraph{slices.Clone(g.current), g.masked, graph})
 		g.captured.Add(1)
 		if len(g.kept) > g.maxGraphs {
 			// No launch of it is pending: this step was not launched as a graph.

@@ -160,7 +160,7 @@ func (r *rig) generate(seed uint64, steps int, retry func(error) bool) string {
 			if random.IntN(4) == 0 { // near a border of rounded contexts
 				q.Tokens = slices.Repeat(q.Tokens, 62)[:55+random.IntN(8)]
 			}
-			switch d := &q.SamplingParams; random.IntN(6) {
+			switch d := &q.SamplingParams; random.IntN(7) {
 			case 0:
 				d.Temperature = 1.1
 			case 1:
@@ -171,6 +171,8 @@ func (r *rig) generate(seed uint64, steps int, retry func(error) bool) string {
 				d.LogProbs = true
 			case 4:
 				d.RepetitionPenalty, d.Adjust = 1.2, []TokenAdjust{{ID: 3, Seen: 1}, {ID: 5, Seen: -1, Bias: 2}}
+			case 5:
+				d.Temperature, d.Mask = float32(random.IntN(2)), everyThird{}
 			}
 			running = append(running, q)
 		}
@@ -195,6 +197,9 @@ func (r *rig) generate(seed uint64, steps int, retry func(error) bool) string {
 		fmt.Fprintf(&all, "%d: %v %v %x\n", n, res.Sampled, res.LogProbs, res.Logits)
 		for i := range step.Sequences {
 			q := &running[from+i]
+			if q.SamplingParams.Mask != nil && res.Sampled[i]%3 != 0 {
+				r.Fatalf("step %d: token %d is sampled, which the mask bans", n, res.Sampled[i])
+			}
 			q.Start += len(q.Tokens)
 			q.Tokens = []int32{res.Sampled[i]}
 		}
@@ -208,6 +213,16 @@ func (r *rig) generate(seed uint64, steps int, retry func(error) bool) string {
 		end(0)
 	}
 	return all.String()
+}
+
+// everyThird is a mask of the tokens that three divides.
+type everyThird struct{}
+
+func (everyThird) Allowed(dst []uint32) {
+	clear(dst)
+	for id := 0; id < 32*len(dst); id += 3 {
+		dst[id/32] |= 1 << (id % 32)
+	}
 }
 
 // TestGraphsSameResults: steps that run as graphs give the same results as others, whichever

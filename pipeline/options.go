@@ -159,8 +159,9 @@ func (o Options) GroupLimits(l forward.Limits) forward.Limits {
 
 // StepMetadataBytes returns the bytes of step metadata on the device; the pinned copy takes
 // as many again.
-func (o Options) StepMetadataBytes(l forward.Limits) int64 {
-	return forward.StepUploadBytes(l, o.microBatching().maxBatches(l.MaxTokens))
+func (o Options) StepMetadataBytes(c *models.Config, l forward.Limits) int64 {
+	batches := o.microBatching().maxBatches(l.MaxTokens)
+	return forward.StepUploadBytes(l, batches) + forward.MaskUploadBytes(c, l, batches)
 }
 
 // ResultBytes returns the bytes of pinned memory for the results of a step of limits l.

@@ -50,8 +50,8 @@ type Sequence struct {
 	// as if they had been sampled: see Result.Targets. At most as many as Tokens.
 	Targets []int32
 	// SamplingParams of the sampled tokens. Its Position is ignored, since Start implies it.
-	// Its Adjust applies to the last logit row only: its counts of a token's occurrences hold
-	// after the last token.
+	// Its Adjust and Mask apply to the last logit row only: its counts of a token's occurrences
+	// hold after the last token.
 	SamplingParams SamplingParams
 }
 
@@ -90,7 +90,7 @@ type Result struct {
 	// all logits are NaN or -Inf.
 	Sampled []int32
 	// Logits are one row of vocabulary size per logit row, if requested: the model's logits,
-	// before penalties, biases and temperature.
+	// before penalties, biases and temperature; -Inf where a mask bans a token.
 	Logits [][]float32
 	// LogProbs are one per logit row, nil if no sequence requests them. Rows whose
 	// SamplingParams do not request them have the zero LogProb.
@@ -100,7 +100,7 @@ type Result struct {
 }
 
 // LogProb holds log-probabilities of one logit row or target, by the model's logits before penalties,
-// biases and temperature.
+// biases and temperature, of the tokens that its mask allows.
 type LogProb struct {
 	// Sampled is the log-probability of the sampled token, or of the target.
 	Sampled float32
@@ -319,13 +319,23 @@ func (p *Pipeline) enqueue(ctx context.Context, plan *plan, s *Step) error {
 	if err := p.copyBlocks(s.Copies); err != nil {
 		return err
 	}
+	// Masks are computed while the device runs the layers, so what needs them is enqueued behind these, and is in no graph.
+	work := plan.rest()
+	if p.batches.masked {
+		work = plan.layers
+	}
 	graph, capture := p.graphs.find(p.batches, plan)
 	if graph != nil {
 		if err := p.launch(ctx, plan, graph); err != nil {
 			return err
 		}
-	} else if err := p.enqueuer.run(ctx, plan.rest, &f); err != nil {
+	} else if err := p.enqueuer.run(ctx, work, &f); err != nil {
 		return err
+	}
+	if p.batches.masked {
+		if err := p.enqueueHeads(ctx, plan, &f); err != nil {
+			return err
+		}
 	}
 	p.tracer.results()
 	if err := p.results.enqueueCopies(p.batches, s.Logits); err != nil {
@@ -337,10 +347,22 @@ func (p *Pipeline) enqueue(ctx context.Context, plan *plan, s *Step) error {
 	if capture {
 		p.graphs.capture(func() error {
 			// Step.UseAllLayers, or Step.ReadInPlace, does the store's part at each launch.
-			return p.enqueuer.run(ctx, plan.rest, &stepState{step: p.step.ForCapture(), shape: &plan.shape})
+			return p.enqueuer.run(ctx, work, &stepState{step: p.step.ForCapture(), shape: &plan.shape})
 		})
 	}
 	return nil
+}
+
+// enqueueHeads enqueues the heads of a step with masks, behind these.
+func (p *Pipeline) enqueueHeads(ctx context.Context, plan *plan, f *stepState) error {
+	for i := range p.batches.used() {
+		if b := &p.batches.all[i]; b.host.Masked() {
+			if err := p.metadata.uploadMasks(p.compute, b); err != nil {
+				return fmt.Errorf("pipeline: masks: %w", err)
+			}
+		}
+	}
+	return p.enqueuer.run(ctx, plan.heads, f)
 }
 
 // copyBlocks enqueues copies of blocks within the KV cache. Attention on the host, too, runs

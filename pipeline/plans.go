@@ -24,15 +24,19 @@ type planKey struct {
 	onDemand, inPlace bool
 }
 
-// plan is the actions of a step; the uploads of metadata come first.
+// plan is the actions of a step: the uploads of metadata, the layers, and the heads, which sample.
 type plan struct {
 	name string
 	// inPlace: kernels read offloaded experts where they lie. graph: the step can be a graph,
 	// since it neither waits nor fetches.
 	inPlace, graph bool
 	shape          Shape
-	uploads, rest  []Action
+	uploads        []Action
+	layers, heads  []Action
 }
+
+// rest is all behind the uploads.
+func (p *plan) rest() []Action { return p.layers[:len(p.layers)+len(p.heads)] }
 
 func newPlans(o *Options) *plans {
 	c := o.config()
@@ -82,7 +86,11 @@ func (p *plans) get(tokens int, a access) *plan {
 	default:
 		name, actions = "layerwise", Layerwise(s)
 	}
-	cached = &plan{name: name, inPlace: key.inPlace, graph: key.inPlace || !p.anyOffloaded(), shape: s, uploads: actions[:n], rest: actions[n:]}
+	end := len(actions) - n // a head for each micro-batch
+	cached = &plan{
+		name: name, inPlace: key.inPlace, graph: key.inPlace || !p.anyOffloaded(), shape: s,
+		uploads: actions[:n], layers: actions[n:end], heads: actions[end:],
+	}
 	p.cache[key] = cached
 	return cached
 }

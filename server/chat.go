@@ -38,10 +38,17 @@ type conversation struct {
 	// tools that the model may call, by name, and how the request chooses between them.
 	tools  map[string]output.Tool
 	choice toolChoice
+	// functions are the tools as their calls are constrained; strict: one of them is.
+	functions []function
+	strict    bool
+	// structured: the answer is to be of a grammar, where it is no call.
+	structured bool
 	// begun is the text of a call at the end of the prompt, and thinking where it leaves the model
 	// with its reasoning: render sets them.
 	begun    string
 	thinking output.Thinking
+	// begunName is the function of the call that has begun, if it is known.
+	begunName string
 }
 
 // parseChat reads the body of /v1/chat/completions.
@@ -67,15 +74,17 @@ func (m *Model) parseChat(ctx context.Context, o *object) (*chatRequest, error) 
 	return r, r.render(ctx)
 }
 
-// render makes the prompt, once the body is parsed.
+// render makes the prompt and the grammar of its completion, once the body is parsed.
 func (r *chatRequest) render(ctx context.Context) (err error) {
 	m := r.served
 	if err := m.known(r.model); err != nil {
 		return err
 	}
-	r.prompt, err = m.render(ctx, r.conversation, m.MaxModelLen)
+	if r.prompt, err = m.render(ctx, r.conversation, m.MaxModelLen); err != nil {
+		return err
+	}
 	r.params.KeepIDs = m.markers(r.conversation)
-	return err
+	return m.constrain(&r.params, &r.structure, r.conversation, r.firstCall)
 }
 
 // parser of a choice's output.

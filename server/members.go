@@ -17,6 +17,7 @@ const (
 	inText         = "`text` of responses"
 	inConversation = "a conversation" // of chats and of /tokenize
 	inStream       = "stream_options"
+	inStructured   = "structured_outputs"
 	inMessage      = "messages[]"
 	inPart         = "messages[].content[]"
 )
@@ -58,11 +59,14 @@ var members = slices.Concat(
 	refused(inBody, "use_beam_search", "there is sampling only; give n for more completions than one", "false"),
 	refused(inBody, "service_tier", "there is one tier", `"auto"`, `"default"`),
 	refused(inBody, "truncate_prompt_tokens", "prompts are not shortened"),
-	refused(inBody, "structured_outputs", "completions are not constrained", "{}"),
-	refused(inBody, "guided_json", "completions are not constrained"),
-	refused(inBody, "guided_regex", "completions are not constrained"),
-	refused(inBody, "guided_choice", "completions are not constrained"),
-	refused(inBody, "guided_grammar", "completions are not constrained"),
+	refused(inBody, "guided_json", `give structured_outputs: {"json": …}`),
+	refused(inBody, "guided_regex", `give structured_outputs: {"regex": …}`),
+	refused(inBody, "guided_choice", `give structured_outputs: {"choice": …}`),
+	refused(inBody, "guided_grammar", `give structured_outputs: {"grammar": …}`),
+	refused(inBody, "guided_json_object", `give structured_outputs: {"json_object": true}`, "false"),
+	refused(inBody, "guided_decoding_backend", "there is one"),
+	refused(inBody, "guided_whitespace_pattern", `give structured_outputs: {"whitespace_pattern": …}`),
+	refused(inBody, "structural_tag", "give tools, which constrain calls, or structured_outputs"),
 	refused(inBody, "logprob_token_ids", "log-probabilities are those of the most probable tokens"),
 	refused(inBody, "return_tokens_as_token_ids", "ask for return_token_ids", "false"),
 
@@ -86,7 +90,7 @@ var members = slices.Concat(
 	ignored(inMessages, "every prefix is cached", "cache_control"),
 	ignored(inMessages, "conversations are not shortened", "context_management"),
 	refused(inMessages, "service_tier", "there is one tier", `"auto"`, `"standard_only"`),
-	refused(inMessages, "output_format", "completions are not constrained"),
+	refused(inMessages, "output_format", "give output_config: {\"format\": …}"),
 	refused(inMessages, "container", "this server runs nothing"),
 	refused(inMessages, "mcp_servers", "this server connects to none", "[]"),
 	refused(inMessages, "inference_geo", "the model runs where this server is"),
@@ -106,6 +110,8 @@ var members = slices.Concat(
 	refused(inResponses, "max_tool_calls", "this server runs no tools"),
 	refused(inResponses, "top_logprobs", "log-probabilities are those of /v1/chat/completions", "0"),
 	refused(inText, "verbosity", "ask for it in a message", `"medium"`),
+
+	refused(inStructured, "structural_tag", "give tools, which constrain calls, or a grammar"),
 
 	ignored(inStream, "chunks are not padded", "include_obfuscation"),
 

@@ -37,7 +37,7 @@ func (m *Model) parseMessages(o *object, counting bool) (*chatRequest, error) {
 	c := &conversation{options: chat.Options{AddGenerationPrompt: true}}
 	r.conversation = c
 	parseThinking(o, c)
-	parseOutputConfig(o, c)
+	parseOutputConfig(o, r)
 	parseMessageTools(o, r)
 	parseSystem(o, c)
 	items, ok := o.list("messages", "an array of messages", maxMessages)
@@ -88,31 +88,17 @@ func parseThinking(o *object, c *conversation) {
 }
 
 // parseOutputConfig parses output_config.
-func parseOutputConfig(o *object, c *conversation) {
+func parseOutputConfig(o *object, r *chatRequest) {
 	s := o.sub("output_config")
 	if s == nil {
 		return
 	}
 	var effort string
 	if s.text("effort", &effort) {
-		c.options.Extra.Set("reasoning_effort", jsonString(effort))
+		r.conversation.options.Extra.Set("reasoning_effort", jsonString(effort))
 	}
-	parseFormat(s, "format")
+	parseFormat(s, "format", &r.common)
 	o.close(s)
-}
-
-// parseFormat refuses all formats of a text but text itself: guided decoding is not supported.
-func parseFormat(o *object, member string) {
-	f := o.sub(member)
-	if f == nil {
-		return
-	}
-	var kind string
-	if f.text("type", &kind); kind != "text" {
-		o.unsupported(member, "only {\"type\": \"text\"} is")
-		return
-	}
-	o.close(f)
 }
 
 // parseMessageTools parses tools and tool_choice, which become those of a chat.

@@ -25,6 +25,7 @@ type common struct {
 	// up to it, which is sent.
 	usage, usageSoFar bool
 	sent              usage
+	structure         structure
 	// tokenIDs requests the ids of prompt and completion.
 	tokenIDs bool
 	// promptLogProbs requests the log-probabilities of the prompt, with those of promptTop other tokens.
@@ -74,7 +75,8 @@ func parseCommon(o *object, m *Model) common {
 	parsePromptLogProbs(o, &c)
 	parseBadWords(o, p, m)
 	parseAllowedIDs(o, p, m.vocab())
-	parseResponseFormat(o)
+	parseResponseFormat(o, &c)
+	parseStructuredOutputs(o, &c)
 	return c
 }
 
@@ -280,20 +282,6 @@ func parseStreamOptions(o *object, c *common) {
 	s.flag("continuous_usage_stats", &c.usageSoFar)
 	s.settle(inStream)
 	o.close(s)
-}
-
-// parseResponseFormat refuses all but text: guided decoding is not supported.
-func parseResponseFormat(o *object) {
-	f := o.sub("response_format")
-	if f == nil {
-		return
-	}
-	var kind string
-	if f.text("type", &kind); kind != "text" {
-		o.unsupported("response_format", "only {\"type\": \"text\"} is")
-		return
-	}
-	o.close(f)
 }
 
 // limit sets MaxTokens from the request, the length of the prompt and the maximum length of a

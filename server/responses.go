@@ -37,9 +37,7 @@ type responseEcho struct {
 		Summary *string `json:"summary"`
 	} `json:"reasoning"`
 	Text struct {
-		Format struct {
-			Type string `json:"type"`
-		} `json:"format"`
+		Format json.RawMessage `json:"format"`
 	} `json:"text"`
 }
 
@@ -47,7 +45,7 @@ type responseEcho struct {
 func (m *Model) parseResponses(o *object) (*responseRequest, error) {
 	r := &responseRequest{chatRequest: &chatRequest{common: common{params: m.Defaults}, served: m}}
 	r.echo = responseEcho{Metadata: json.RawMessage("{}"), Parallel: true, ToolChoice: jsonString("auto"), Tools: json.RawMessage("[]")}
-	r.echo.Text.Format.Type = "text"
+	r.echo.Text.Format = json.RawMessage(`{"type":"text"}`)
 	parseIdentity(o, &r.common)
 	parseSampling(o, &r.params, m.vocab())
 	r.echo.Temperature, r.echo.TopP = r.params.Temperature, r.params.TopP
@@ -75,7 +73,9 @@ func (m *Model) parseResponses(o *object) (*responseRequest, error) {
 		o.close(reasoning)
 	}
 	if text := o.sub("text"); text != nil {
-		parseFormat(text, "format")
+		if format := parseFormat(text, "format", &r.common); format != nil {
+			r.echo.Text.Format = format
+		}
 		text.settle(inText)
 		o.close(text)
 	}

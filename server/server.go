@@ -1,6 +1,7 @@
 package server
 
 import (
+	"container/list"
 	"context"
 	"crypto/rand"
 	"crypto/sha256"
@@ -91,6 +92,8 @@ type Model struct {
 	// Created is when the model became available.
 	Created time.Time
 
+	// grammars are those of its requests; SetModels sets it.
+	grammars *grammars
 	// others are served beside it.
 	others []*Model
 }
@@ -269,6 +272,7 @@ func (s *Server) SetModels(all ...*Model) {
 			m.Metrics = s.o.Metrics
 		}
 		m.Metrics.setModel(m)
+		m.grammars = &grammars{byKey: map[string]*list.Element{}}
 		m.others = slices.DeleteFunc(slices.Clone(all), func(o *Model) bool { return o == m })
 	}
 	s.served.Store(&all)

@@ -54,8 +54,11 @@ func parseToolList(o *object, c *conversation, tools json.RawMessage) json.RawMe
 			o.wrongType("tools", "an array of objects", tools)
 		} else if number > maxTools {
 			o.tooMany("tools", maxTools, "tools")
-		} else if name, t := parseTool(tool); name != "" {
-			c.tools[name] = t
+		} else if f, t := parseTool(tool); f.name != "" {
+			c.tools[f.name] = t
+			f.index = number - 1
+			c.functions = append(slices.DeleteFunc(c.functions, func(g function) bool { return g.name == f.name }), f)
+			c.strict = c.strict || f.strict
 		}
 		return o.err == nil
 	})
@@ -67,21 +70,26 @@ func parseToolList(o *object, c *conversation, tools json.RawMessage) json.RawMe
 
 // parseTool reads what a parser of calls has to know of a tool. One without a name of a function is the
 // template's alone.
-func parseTool(raw json.RawMessage) (name string, t output.Tool) {
+func parseTool(raw json.RawMessage) (f function, t output.Tool) {
 	var tool struct {
 		Function struct {
 			Name       string
 			Parameters json.RawMessage
+			Strict     json.RawMessage
 		}
 	}
 	if json.Unmarshal(raw, &tool) != nil {
-		return "", t
+		return f, t
+	}
+	f = function{name: tool.Function.Name, parameters: tool.Function.Parameters, strict: string(tool.Function.Strict) == "true"}
+	if isNull(f.parameters) {
+		f.parameters = nil
 	}
 	var schema struct {
 		Properties map[string]json.RawMessage
 	}
 	if json.Unmarshal(tool.Function.Parameters, &schema) != nil {
-		return tool.Function.Name, t // a schema that only the template understands
+		return f, t // a schema that only the template understands
 	}
 	for name, raw := range schema.Properties {
 		types := typesOf(raw)
@@ -93,7 +101,7 @@ func parseTool(raw json.RawMessage) (name string, t output.Tool) {
 		}
 		t.Strings[name] = slices.Contains(types, any("null"))
 	}
-	return tool.Function.Name, t
+	return f, t
 }
 
 // typesOf are the types that the schema of a parameter has, itself or in anyOf, as clients write optional ones; nil
@@ -194,6 +202,7 @@ func (m *Model) beginOutput(c *conversation, prompt *chat.Prompt) error {
 		name = slices.Collect(maps.Keys(c.tools))[0]
 	}
 	var start, end int
+	c.begunName = name
 	c.begun, start, end = m.Calls.Begin(name)
 	if start < end { // the name is the client's
 		prompt.Client = append(slices.Clip(prompt.Client), [2]int{len(prompt.Text) + start, len(prompt.Text) + end})

@@ -35,6 +35,8 @@ type script struct {
 	tokens []int32
 	prompt int
 	last   engine.Request
+	// steps, if set, samples instead.
+	steps func(context.Context, *pipeline.Step) (pipeline.Result, error)
 }
 
 // Submit implements server.Engine.
@@ -46,7 +48,10 @@ func (s *script) Submit(ctx context.Context, r engine.Request) (*engine.Job, err
 }
 
 // Step implements engine.Stepper.
-func (s *script) Step(_ context.Context, step *pipeline.Step) (pipeline.Result, error) {
+func (s *script) Step(ctx context.Context, step *pipeline.Step) (pipeline.Result, error) {
+	if s.steps != nil {
+		return s.steps(ctx, step)
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	var r pipeline.Result
@@ -366,7 +371,6 @@ func TestRequiredCalls(t *testing.T) {
 		{qwenTemplate(t), ` {}}` + "\n</tool_call>\n" + qwenCall, twoTools + `, "tool_choice": {"type": "function", "function": {"name": "time"}}`, `{"name": "time", "arguments":`, `null time({}) tool_calls`},
 		{qwenTemplate(t), `time", "arguments": {}}` + "\n</tool_call>", twoTools + `, "tool_choice": "required"`, "<tool_call>\n" + `{"name": "`, `null time({}) tool_calls`},
 		{qwenTemplate(t), `time", "arguments": {}}` + "\n</tool_call>", twoTools + `, "tool_choice": "required", "enable_thinking": true`, "assistant\n<tool_call>\n" + `{"name": "`, `null time({}) tool_calls`},
-		{qwenTemplate(t), " none", oneTool + `, "tool_choice": "required"`, `"arguments":`, "<tool_call>\n" + `{"name": "weather", "arguments": none stop`},
 		{thinking, ` {}}` + "\n</tool_call>", oneTool + `, "tool_choice": "required", "enable_thinking": true`, "assistant\n<think>\n\n</think>\n\n<tool_call>\n" + `{"name": "weather", "arguments":`, `null weather({}) tool_calls`},
 		{mistralTemplate, `{}}]`, oneTool + `, "tool_choice": "required"`, `[TOOL_CALLS] [{"name": "weather", "arguments":`, `null weather({}) tool_calls`},
 	} {

@@ -41,8 +41,8 @@ var apiParameters = []apiParameter{
 	{onChats, "max_completion_tokens", `1`, "maximum tokens to generate; goes before `max_tokens`"},
 	{onChats, "logprobs", `true`, "log-probabilities of the sampled tokens"},
 	{onChats, "top_logprobs", `2`, "log-probabilities of this many others; needs `logprobs`"},
-	{onChats, "tools", "", "go through the chat template; the model's calls are returned as `tool_calls` ([guide](../guide/serving.md#tool-calls))"},
-	{onChats, "tool_choice", `"auto"`, "`none`, `auto`, `required` or a function by name; the last two begin the call, and the model goes on with it ([what that guarantees](../guide/serving.md#tool-calls))"},
+	{onChats, "tools", "", "go through the chat template; the model's calls are returned as `tool_calls`, with `strict` constrained to their schema ([guide](../guide/serving.md#tool-calls))"},
+	{onChats, "tool_choice", `"auto"`, "`none`, `auto`, `required` or a function by name; the last two begin the call, which follows the schema of its tool ([what that guarantees](../guide/serving.md#tool-calls))"},
 	{onChats, "parallel_tool_calls", `false`, "false: only the first call is returned"},
 	{onChats, "include_reasoning", `false`, "false: reasoning is not returned (vLLM)"},
 	{onChats, "enable_thinking", `false`, "the variable of the chat template that turns reasoning off, also as a member of `chat_template_kwargs`, as with vLLM"},
@@ -79,8 +79,6 @@ var apiParameters = []apiParameter{
 	{onBoth, "stream", `false`, "server-sent events, a chunk for each token"},
 	{onBoth, "stream_options.include_usage", `false`, "usage in a last chunk; needs `stream`"},
 	{onBoth, "stream_options.continuous_usage_stats", `false`, "usage so far in every chunk; needs `include_usage` (vLLM)"},
-	{onBoth, "response_format.type", `"text"`, "text only"},
-	{onBoth, "response_format.type", `"json_object"`, ""},
 	{onMessages, "messages", `[{"role": "user", "content": [{"type": "text", "text": "1+2="}]}]`, "the conversation: blocks of `text`, `thinking`, `tool_use` and `tool_result`; the last is the user's"},
 	{onMessages, "max_tokens", `2`, "maximum tokens to generate, which must be given; -1: all that fits"},
 	{onMessages, "system", `"Be right."`, "a text, or blocks of text, before the conversation"},
@@ -88,8 +86,7 @@ var apiParameters = []apiParameter{
 	{onMessages, "stream", `false`, "Anthropic's events, a delta for each piece of text"},
 	{onMessages, "thinking.type", `"disabled"`, "`enabled` or `disabled` set the chat template's `enable_thinking`; `budget_tokens` is not kept: reasoning is as long as the model makes it"},
 	{onMessages, "output_config.effort", `"low"`, "as `reasoning_effort`"},
-	{onMessages, "output_config.format", `{"type": "text"}`, "text only"},
-	{onMessages, "output_config.format", `{"type": "json_schema"}`, ""},
+	{onMessages, "output_config.format", `{"type": "json_schema", "schema": {"type": "integer"}}`, "`text`, `json_object`, or `json_schema` with a `schema` ([guide](../guide/serving.md#structured-output))"},
 	{onMessages, "tools", "", "functions with `name`, `description` and `input_schema`"},
 	{onMessages, "tool_choice", `{"type": "auto"}`, "`auto`, `any`, `tool` with a `name`, or `none`; with `disable_parallel_tool_use` only the first call is returned"},
 	{onResponses, "input", `[{"role": "user", "content": "1+2="}]`, "a text, or items: messages, `reasoning`, `function_call` and `function_call_output`"},
@@ -98,13 +95,27 @@ var apiParameters = []apiParameter{
 	{onResponses, "stream", `false`, "the events of the Responses API"},
 	{onResponses, "metadata", `{"a": "b"}`, "returned as it is"},
 	{onResponses, "reasoning.effort", `"low"`, "as `reasoning_effort`; `summary` is ignored, since the response has the reasoning itself"},
-	{onResponses, "text.format", `{"type": "text"}`, "text only"},
-	{onResponses, "text.format", `{"type": "json_object"}`, ""},
+	{onResponses, "text.format", `{"type": "json_schema", "name": "x", "schema": {"type": "integer"}}`, "`text`, `json_object`, or `json_schema` with a `schema` ([guide](../guide/serving.md#structured-output))"},
 	{onResponses, "include", `["reasoning.encrypted_content"]`, "only this, which has no effect: reasoning is not encrypted"},
 	{onResponses, "include", `["file_search_call.results"]`, ""},
 	{onResponses, "tools", "", "of type `function`"},
 	{onResponses, "tool_choice", `"auto"`, "as in chats; a function as `{\"type\": \"function\", \"name\": …}`"},
 	{onResponses, "parallel_tool_calls", `false`, "false: only the first call is returned"},
+	{onBoth, "response_format.type", `"json_object"`, "`text`, `json_object` or `json_schema`: the completion is JSON ([guide](../guide/serving.md#structured-output))"},
+	{onBoth, "response_format.type", `"structural_tag"`, ""},
+	{onBoth, "response_format.json_schema", `{"schema": {"type": "integer"}}`, "with `schema`; `name`, `description` and `strict` change nothing"},
+	{onBoth, "response_format.json_schema.schema", "", "the JSON schema of the completion"},
+	{onBoth, "response_format.json_schema.name", "", "accepted"},
+	{onBoth, "response_format.json_schema.description", "", "accepted"},
+	{onBoth, "response_format.json_schema.strict", "", "accepted: every schema is strict"},
+	{onBoth, "structured_outputs.json", `{"type": "integer"}`, "a JSON schema (vLLM); one of `json`, `json_object`, `regex`, `choice` and `grammar`"},
+	{onBoth, "structured_outputs.json_object", `true`, "a JSON object (vLLM)"},
+	{onBoth, "structured_outputs.regex", `"[a-z]{2}"`, "a regular expression that matches the whole completion (vLLM)"},
+	{onBoth, "structured_outputs.choice", `["yes", "no"]`, "one of these texts (vLLM)"},
+	{onBoth, "structured_outputs.grammar", `"root ::= [a-z]+"`, "a grammar in GBNF (vLLM)"},
+	{onBoth, "structured_outputs.disable_any_whitespace", `true`, "no white space in JSON (vLLM)"},
+	{onBoth, "structured_outputs.whitespace_pattern", `" ?"`, "a regular expression for white space in JSON (vLLM)"},
+	{onBoth, "structured_outputs.disable_additional_properties", `true`, "false: objects that declare properties may have others (vLLM)"},
 }
 
 // endpoints say what each path of the server is for.
@@ -145,9 +156,9 @@ func TestReferenceAPI(t *testing.T) {
 	var supported, refused []string
 	for _, x := range apiParameters {
 		top, sub, nested := strings.Cut(x.name, ".")
-		last, value := top, x.value
+		last, value := x.name[strings.LastIndexByte(x.name, '.')+1:], x.value
 		if nested {
-			last, value = sub, fmt.Sprintf("{%q: %s}", sub, x.value)
+			value = fmt.Sprintf("{%q: %s}", sub, x.value)
 		}
 		if !slices.Contains(known, last) {
 			t.Errorf("the server reads no member %s", x.name)
@@ -165,6 +176,8 @@ func TestReferenceAPI(t *testing.T) {
 		switch x.name {
 		case "prompt":
 			body = fmt.Sprintf(`{%q: %s}`, top, value)
+		case "response_format.json_schema":
+			body = strings.Replace(body, `"json_schema"`, `"type": "json_schema", "json_schema"`, 1)
 		case "top_logprobs":
 			body = strings.Replace(body, "{", `{"logprobs": true, `, 1)
 		case "stream_options.include_usage", "stream_options.continuous_usage_stats":
@@ -201,7 +214,7 @@ func TestReferenceAPI(t *testing.T) {
 	}
 	var unused []string
 	for _, m := range server.Members() {
-		in := map[string]string{"body": onBoth, "messages[]": "a message", "messages[].content[]": "a part of a message's content", "stream_options": "`stream_options`"}[m.In]
+		in := map[string]string{"body": onBoth, "messages[]": "a message", "messages[].content[]": "a part of a message's content", "stream_options": "`stream_options`", "structured_outputs": "`structured_outputs`"}[m.In]
 		if in == "" {
 			in = strings.TrimPrefix(m.In, "/v1/")
 		}
@@ -263,7 +276,7 @@ func liveReference(t *testing.T) string {
 func serverNames(t *testing.T) (known, paths []string) {
 	t.Helper()
 	reads := []string{"text", "flag", "integer", "number", "int64", "ids", "pop", "sub", "list", "blocks", "unsupported"}
-	in := []string{"parseCommon", "parseCacheSalt", "parseStop", "parseLogitBias", "parseStreamOptions", "parseResponseFormat", "parseCompletion", "parseChat", "parseConversation", "parseTemplateVariables", "parseTools",
+	in := []string{"parseCommon", "parseCacheSalt", "parseStop", "parseLogitBias", "parseStreamOptions", "parseResponseFormat", "parseStructuredOutputs", "parseCompletion", "parseChat", "parseConversation", "parseTemplateVariables", "parseTools",
 		"parseIdentity", "parseSampling", "parsePromptLogProbs", "parseBadWords", "parseAllowedIDs",
 		"parseMessages", "parseOutputConfig", "parseSystem", "parseResponses", "parseInclude", "parseInput"}
 	plain := regexp.MustCompile(`^[a-z][a-z_]*$`)
@@ -304,7 +317,7 @@ func serverNames(t *testing.T) (known, paths []string) {
 		}
 		return true
 	}
-	for _, name := range []string{"params.go", "completions.go", "chat.go", "tools.go", "messages.go", "responses.go", "server.go", "admin.go"} {
+	for _, name := range []string{"params.go", "structured.go", "completions.go", "chat.go", "tools.go", "messages.go", "responses.go", "server.go", "admin.go"} {
 		f, err := parser.ParseFile(token.NewFileSet(), filepath.Join("..", "..", "server", name), nil, 0)
 		if err != nil {
 			t.Fatal(err)

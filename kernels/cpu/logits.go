@@ -74,6 +74,33 @@ func (b *Backend) restore(o *kernels.Restore, _ device.Access) error {
 	return nil
 }
 
+func (b *Backend) mask(o *kernels.Mask, _ device.Access) error {
+	rows, allowed := vector[int32](&o.Rows), vector[int32](&o.Allowed)
+	all, vocabulary, words := o.Logits.Shape[0], o.Logits.Shape[1], o.Allowed.Shape[1]
+	for i, r := range rows {
+		if r < 0 || int(r) >= all {
+			return errValue(o.Name(), "Rows", i, int64(r), "0 to %d", all-1)
+		}
+	}
+	b.rows(len(rows), vocabulary, func(from, to int) {
+		for i := from; i < to; i++ {
+			logits := row(&o.Logits, int(rows[i]))
+			for w, bits := range allowed[i*words:][:words] {
+				if bits == -1 {
+					continue
+				}
+				part := logits[32*w : min(32*w+32, vocabulary)]
+				for j := range part {
+					if uint32(bits)>>j&1 == 0 {
+						part[j] = negInf
+					}
+				}
+			}
+		}
+	})
+	return nil
+}
+
 // lists checks lists of tokens: row s has ids[starts[s]:starts[s+1]], each once.
 func (b *Backend) lists(op string, starts, ids []int32, vocabulary int) error {
 	if starts[0] != 0 {

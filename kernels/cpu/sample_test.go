@@ -67,6 +67,7 @@ func TestBadSampling(t *testing.T) {
 		{adjust(func(o *kernels.Adjust) { o.Frequency = some(-inf, 0) }), "cpu: adjust: Frequency[0] is -Inf, want a finite number"},
 		{restore(h.ints(0, 1, 3), h.ints(1, 2)), "cpu: restore: Starts[2] is 3, want 1 to 2"},
 		{restore(h.ints(0, 1, 2), h.ints(1, 5)), "cpu: restore: IDs[1] is 5, want 0 to 4"},
+		{&kernels.Mask{Logits: logits(2), Rows: h.ints(2), Allowed: h.ints(-1).View(1, 1)}, "cpu: mask: Rows[0] is 2, want 0 to 1"},
 		{probs(5), "cpu: log_probs: Tokens[0] is 5, want -1 to 4"},
 		{probs(-2), "cpu: log_probs: Tokens[0] is -2, want -1 to 4"},
 	} {

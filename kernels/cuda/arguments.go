@@ -426,3 +426,16 @@ type adjustArgs struct {
 	entries    int32  // 84
 	parts      int32  // 88
 }
+
+// maskArgs has the layout of mask_args in src/sample.cu: 56 bytes, fields at these.
+type maskArgs struct {
+	logits     uint64 // 0
+	rows       uint64 // 8
+	allowed    uint64 // 16
+	stride     int64  // 24
+	words      int64  // 32
+	count      int32  // 40
+	vocabulary int32  // 44
+	parts      int32  // 48
+	aligned    int32  // 52
+}

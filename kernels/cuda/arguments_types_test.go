@@ -29,4 +29,5 @@ var argumentTypes = map[string]reflect.Type{
 	"sample_args":         reflect.TypeFor[sampleArgs](),
 	"log_probs_args":      reflect.TypeFor[logProbsArgs](),
 	"adjust_args":         reflect.TypeFor[adjustArgs](),
+	"mask_args":           reflect.TypeFor[maskArgs](),
 }

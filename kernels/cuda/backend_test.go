@@ -93,7 +93,7 @@ func TestTable(t *testing.T) {
 		t.Fatalf("%d kernels, want %d", len(table), kernelCount)
 	}
 	for id, name := range map[kernelID]string{
-		embedKernel: "embed", combineNorm512Times3: "combine_norm_512_3", addBias: "add_bias", appendKV: "append_kv", normRopeAppendKV: "norm_rope_append_kv", groupKernel: "group", sampleMerge: "sample_merge", restoreKernel: "restore", copyBlocksKernel: "copy_blocks",
+		embedKernel: "embed", combineNorm512Times3: "combine_norm_512_3", addBias: "add_bias", appendKV: "append_kv", normRopeAppendKV: "norm_rope_append_kv", groupKernel: "group", sampleMerge: "sample_merge", restoreKernel: "restore", maskKernel: "mask_logits", copyBlocksKernel: "copy_blocks",
 		attentionJoin: "attention_join", attentionKernels + 2*3 + 1: "attention_128_4", gemmKernels: "matmul_16",
 		gemmKernels + gateUpMode*kernelID(len(tiles)) + kernelID(anyTile): "up_any",
 		gemmKernels + downMode*kernelID(len(tiles)):                       "down_16",
@@ -474,6 +474,13 @@ func restoring(a *kernels.Adjust) *kernels.Restore {
 	return &kernels.Restore{Logits: a.Logits, Starts: a.Starts, IDs: a.IDs, Saved: a.Saved}
 }
 
+// masking returns a mask of some of the rows of logits.
+func masking(rows, listed int) *kernels.Mask {
+	return &kernels.Mask{
+		Logits: at(1, tensor(kernels.F32, rows, 32000)), Rows: at(2, tensor(kernels.I32, listed)), Allowed: at(3, tensor(kernels.I32, listed, 1000)),
+	}
+}
+
 func logProbs(rows, top int) *kernels.LogProbs {
 	return &kernels.LogProbs{
 		Logits: at(1, tensor(kernels.F32, rows, 32000)), Tokens: at(2, tensor(kernels.I32, rows)), Sampled: at(3, tensor(kernels.F32, rows)),
@@ -501,6 +508,9 @@ func TestLogitsChoice(t *testing.T) {
 		{"lists", adjusting(100, 5000), "adjust", []grid{{x: 100, y: 3, z: 1, threads: 256, shared: 0}}},
 		{"empty lists", adjusting(100, 0), "", nil},
 		{"lists back", restoring(adjusting(100, 5000)), "restore", []grid{{x: 100, y: 3, z: 1, threads: 256, shared: 0}}},
+		{"a mask", masking(8, 1), "mask_logits", []grid{{x: 1, y: 32, z: 1, threads: 256, shared: 0}}},
+		{"masks", masking(64, 64), "mask_logits", []grid{{x: 64, y: 5, z: 1, threads: 256, shared: 0}}},
+		{"no mask", masking(8, 0), "", nil},
 		{"log-probabilities", logProbs(7, 20), "log_probs", []grid{{x: 7, y: 1, z: 1, threads: 1024, shared: 0}}},
 	} {
 		r, b, s := list(t, Options{})
@@ -863,7 +873,7 @@ func TestEnqueueMakesNoGarbage(t *testing.T) {
 		matmul(5, 6144, 4096, kernels.BF16), matmul(5, 8, 4096, kernels.F32),
 		&kernels.Norm{X: at(1, tensor(kernels.BF16, 3, 64)), Weight: at(2, tensor(kernels.BF16, 64)), Out: at(3, tensor(kernels.BF16, 3, 64))},
 		&kernels.Route{Logits: at(1, tensor(kernels.F32, 3, 8)), IDs: at(2, tensor(kernels.I32, 3, 2)), Weights: at(3, tensor(kernels.F32, 3, 2))},
-		appending(3, 4, 2, 64), normed(appending(3, 4, 2, 64)), combiningNorm(3, 2, 64), sampling(3, 32000), cut, adjusting(3, 100), restoring(adjusting(3, 100)), logProbs(3, 20), copying(9, 4096, 0),
+		appending(3, 4, 2, 64), normed(appending(3, 4, 2, 64)), combiningNorm(3, 2, 64), sampling(3, 32000), cut, adjusting(3, 100), restoring(adjusting(3, 100)), masking(3, 2), logProbs(3, 20), copying(9, 4096, 0),
 		&kernels.ExpertDown{ExpertGEMM: kernels.ExpertGEMM{
 			X: at(1, tensor(kernels.BF16, 6, 64)), Offsets: at(2, tensor(kernels.I32, 5)), Order: at(3, tensor(kernels.I32, 6)), Slots: at(4, tensor(kernels.U64, 4)),
 			Experts: at(5, tensor(kernels.I32, 4)), Layout: layout, Out: at(6, tensor(kernels.BF16, 6, 128)),

@@ -359,6 +359,13 @@ func (x *bench) logits(c *benchModel, rows int, one func(string, func() kernels.
 		}
 	}
 	one("adjust", func() kernels.Op { return adjust() })
+	one("mask", func() kernels.Op {
+		list, words := make([]int32, rows), (c.vocab+31)/32
+		for i := range list {
+			list[i] = int32(i)
+		}
+		return &kernels.Mask{Logits: x.weights(kernels.F32, rows, c.vocab), Rows: x.ints(list...), Allowed: x.ints(x.upTo(rows*words, 1<<30)...).View(rows, words)}
+	})
 	one("restore", func() kernels.Op {
 		a := adjust()
 		return &kernels.Restore{Logits: a.Logits, Starts: a.Starts, IDs: a.IDs, Saved: a.Saved}

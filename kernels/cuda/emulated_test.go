@@ -100,6 +100,8 @@ func awaited(op kernels.Op, early bool) (all []device.Range) {
 		add(&o.Logits, &o.Starts, &o.IDs, &o.Seen, &o.Bias, &o.Repetition, &o.Presence, &o.Frequency, &o.Saved)
 	case *kernels.Restore:
 		add(&o.Logits, &o.Starts, &o.IDs, &o.Saved)
+	case *kernels.Mask:
+		add(&o.Logits, &o.Rows, &o.Allowed)
 	case *kernels.LogProbs:
 		add(&o.Logits, &o.Tokens, &o.Sampled, &o.TopIDs, &o.Top, &o.Ranks)
 	default:

@@ -16,6 +16,8 @@ const (
 	maxTop = 2048
 	// adjustThreads is the block size of adjust and restore, with one thread per entry.
 	adjustThreads = 256
+	// maskThreads is the block size of mask_logits.
+	maskThreads = 256
 )
 
 func (l *streamState) sample(o *kernels.Sample) error {
@@ -80,6 +82,21 @@ func (l *streamState) adjust(o *kernels.Adjust) error {
 	}
 	g := l.b.entryGrid(&a, &o.Logits, &o.Starts, &o.IDs, &o.Saved)
 	return launch(l, o.Name(), adjustKernel, g, &a)
+}
+
+func (l *streamState) mask(o *kernels.Mask) error {
+	rows, vocabulary := o.Rows.Shape[0], o.Logits.Shape[1]
+	if rows == 0 {
+		return nil
+	}
+	// Each thread has four tokens at a time; two blocks per multiprocessor keep all stores in flight.
+	parts := min(ceil(vocabulary, 4*maskThreads), ceil(2*l.b.multiprocessors, rows))
+	a := maskArgs{
+		logits: address(&o.Logits), rows: address(&o.Rows), allowed: address(&o.Allowed),
+		stride: int64(o.Logits.Stride[0]), words: int64(o.Allowed.Shape[1]),
+		count: int32(o.Logits.Shape[0]), vocabulary: int32(vocabulary), parts: int32(parts), aligned: b2i(aligned(&o.Logits)),
+	}
+	return launch(l, o.Name(), maskKernel, grid{x: rows, y: parts, threads: maskThreads}, &a)
 }
 
 func (l *streamState) restore(o *kernels.Restore) error {

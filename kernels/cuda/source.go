@@ -78,6 +78,7 @@ const (
 	logProbsKernel
 	adjustKernel
 	restoreKernel
+	maskKernel
 	attentionJoin
 	fewColumns8
 	fewColumns16
@@ -130,6 +131,7 @@ var table = func() []kernel {
 		{"sample.cu", "log_probs", 0},
 		{"sample.cu", "adjust", 0},
 		{"sample.cu", "restore", 0},
+		{"sample.cu", "mask_logits", 0},
 		{"attention.cu", "attention_join", 0},
 		{"few.cu", "few_columns_8", 0},
 		{"few.cu", "few_columns_16", 0},

@@ -123,6 +123,8 @@ func (l *streamState) enqueue(op kernels.Op) error {
 		return l.adjust(o)
 	case *kernels.Restore:
 		return l.restore(o)
+	case *kernels.Mask:
+		return l.mask(o)
 	case *kernels.LogProbs:
 		return l.logProbs(o)
 	}

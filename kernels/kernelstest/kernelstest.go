@@ -58,6 +58,7 @@ var tests = []struct {
 	{"sample_cuts", testSampleCuts},
 	{"sample_none", testSampleNone},
 	{"adjust", testAdjust},
+	{"mask", testMask},
 	{"log_probs", testLogProbs},
 	{"combine_norm", testCombineNorm},
 	{"layout", testLayout},

@@ -351,6 +351,39 @@ func testAdjust(r *rig) {
 	}
 }
 
+func testMask(r *rig) {
+	for i, s := range []struct{ n, vocabulary, listed int }{{1, 16, 1}, {2, 33, 1}, {7, 131, 7}, {33, 258, 20}, {3, 20001, 2}, {2, 50, 0}} {
+		r.run(fmt.Sprintf("%+v", s), func(r *rig) {
+			logits := r.normal(r.rows(i%2 == 0, "Logits", kernels.F32, s.n, s.vocabulary), 0, 3)
+			rows, words := r.rand.Perm(s.n)[:s.listed], (s.vocabulary+31)/32
+			bits := make([]int, s.listed*words)
+			for j := range bits {
+				switch r.rand.IntN(4) { // all and none of 32, too
+				case 0:
+				case 1:
+					bits[j] = -1
+				default:
+					bits[j] = int(int32(r.rand.Uint32()))
+				}
+			}
+			allowed := r.ints("Allowed", bits...).View(s.listed, words)
+			logits.writes()
+			r.do(&kernels.Mask{Logits: logits.Tensor, Rows: r.ints("Rows", rows...).Tensor, Allowed: allowed})
+			for n := range s.n {
+				want := logits.row(n)
+				if at := slices.Index(rows, n); at >= 0 {
+					for id := range want {
+						if uint32(bits[at*words+id/32])>>(id%32)&1 == 0 {
+							want[id] = math.Inf(-1)
+						}
+					}
+				}
+				r.exact(logits, want, n)
+			}
+		})
+	}
+}
+
 func testLogProbs(r *rig) {
 	shapes := []struct{ n, vocabulary, top int }{{1, 16, 16}, {2, 33, 20}, {7, 131, 1}, {33, 258, 5}, {3, 20001, 20}, {4, 100, -1}, {3, 7, 0}}
 	if r.o.Full {

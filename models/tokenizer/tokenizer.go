@@ -33,6 +33,10 @@ type Tokenizer interface {
 	// Token returns the token of id as the vocabulary spells it, and whether id exists.
 	Token(id int32) (string, bool)
 
+	// Piece returns what id adds to a text, which need not be whole characters, and what it adds as the first of all ids,
+	// where a space may be left out; and whether it is a special token, whose pieces are its spelling. ok: id exists.
+	Piece(id int32) (piece, first string, special, ok bool)
+
 	// ID returns the id of a token as the vocabulary spells it, and whether the token exists.
 	ID(token string) (int32, bool)
 }
@@ -238,6 +242,27 @@ func (t *Pipeline) Token(id int32) (string, bool) {
 		return "", false
 	}
 	return t.tokens[id], true
+}
+
+// Piece implements Tokenizer.
+func (t *Pipeline) Piece(id int32) (piece, first string, special, ok bool) {
+	if !t.has(id) {
+		return "", "", false, false
+	}
+	d := &t.decoder
+	piece = d.pieces[id]
+	first = piece
+	if d.first != nil {
+		first = d.first[id]
+	}
+	switch d.kind {
+	case decodeText:
+		st := d.start()
+		first = st.stripped(first, d.strip)
+	case decodeJoined:
+		piece = " " + piece
+	}
+	return piece, first, t.special[id], true
 }
 
 // ID implements Tokenizer.

@@ -153,7 +153,7 @@ func (f *Footprint) Steps(l forward.Limits, b configs.Batch) pipeline.Options {
 func (f *Footprint) stepBytes(l forward.Limits, b configs.Batch) (activations, metadata, results, attention, experts int64) {
 	o, act := f.Steps(l, b), f.o.Types.ActivationDType()
 	activations = int64(o.Groups()) * forward.WorkspaceBytes(f.o.Config, f.o.Types, o.GroupLimits(l))
-	return activations, o.StepMetadataBytes(l), device.Align(o.ResultBytes(f.o.Config, l)), device.Align(o.StagingBytes(f.o.Config, act, l)), device.Align(o.CPUExpertBytes(f.o.Config, act, l))
+	return activations, o.StepMetadataBytes(f.o.Config, l), device.Align(o.ResultBytes(f.o.Config, l)), device.Align(o.StagingBytes(f.o.Config, act, l)), device.Align(o.CPUExpertBytes(f.o.Config, act, l))
 }
 
 // scrubBuffer is the pinned memory of zeros that borrowed memory is scrubbed with, for a

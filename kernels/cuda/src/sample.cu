@@ -589,3 +589,30 @@ KERNEL(256, 1) restore(const adjust_args a) {
     if (id < (u32)a.vocabulary) logits[id] = ((const float *)a.saved)[i];
   }
 }
+
+struct mask_args {
+  u64 logits, rows, allowed;
+  i64 stride, words;                      // words of a row of allowed
+  int count, vocabulary, parts, aligned;  // count: rows of logits; parts: blocks per row
+};
+
+// Block (listed row, part); a thread has four tokens at a time.
+KERNEL(256, 2) mask_logits(const mask_args a) {
+  begin();
+  u32 row = ((const u32 *)a.rows)[blockIdx.x];
+  if (row >= (u32)a.count) return;
+  float *logits = (float *)a.logits + row * a.stride;
+  const u32 *allowed = (const u32 *)a.allowed + blockIdx.x * a.words;
+  float banned = __uint_as_float(0xff800000u);
+  float4 four = {banned, banned, banned, banned};
+  for (int at = 4 * ((int)blockIdx.y * 256 + (int)threadIdx.x); at < a.vocabulary; at += 4 * 256 * a.parts) {
+    u32 bits = allowed[at / 32] >> at % 32 & 15;
+    int n = min(4, a.vocabulary - at);
+    if (bits == 0 && n == 4 && a.aligned) {
+      *(float4 *)(logits + at) = four;
+      continue;
+    }
+    for (int i = 0; i < n; i++)
+      if (!(bits >> i & 1)) logits[at + i] = banned;
+  }
+}

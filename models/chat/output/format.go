@@ -4,6 +4,8 @@ import (
 	"bytes"
 	"encoding/json"
 	"slices"
+
+	"github.com/moeserve/moeserve/models/grammar"
 )
 
 // Format is how a family of models writes tool calls. Formats are immutable.
@@ -23,6 +25,11 @@ type Format struct {
 	begin, behindName string
 	// quoted: the name is a JSON string's.
 	quoted bool
+	// between is the text from one call to the name of the next, end that behind the last.
+	between, end string
+	// arguments is the grammar of what is behind the name and behindName; nil: a JSON object, and a brace. It is nil
+	// where it cannot say what a function takes.
+	arguments func(f *Function) grammar.Expr
 }
 
 // marker is a text behind which there are calls.
@@ -43,40 +50,49 @@ var (
 		Name: "hermes", Tokens: []string{openCall, closeCall},
 		markers: []marker{{openCall, jsonBlock(closeCall, false, false)}},
 		begin:   openCall + "\n" + `{"name": "`, behindName: `", "arguments":`, quoted: true,
+		between: "\n" + closeCall + "\n" + openCall + "\n" + `{"name": "`, end: "\n" + closeCall,
 	}
 	// Mistral is that of Mixtral 8x22B and Mistral: a JSON list, or the name and then the arguments, behind a token.
 	Mistral = &Format{
 		Name: "mistral", Tokens: []string{callsToken, argumentsToken, callIDToken}, ShortIDs: true,
 		markers: []marker{{callsToken, mistralBlock}},
 		begin:   callsToken + ` [{"name": "`, behindName: `", "arguments":`, quoted: true,
+		between: `, {"name": "`, end: "]",
 	}
 	// Phi4Mini is that of Phi-4-mini: a JSON list behind a word, or an object or a list between tokens.
 	Phi4Mini = &Format{
 		Name: "phi4_mini_json", Tokens: []string{phiOpen, phiClose}, markers: phiMarkers,
 		begin: `functools[{"name": "`, behindName: `", "arguments":`, quoted: true,
+		between: `, {"name": "`, end: "]",
 	}
 	// Phi4MiniTokens is the same, for templates that know the tokens: a call begins with one.
 	Phi4MiniTokens = &Format{
 		Name: Phi4Mini.Name, Tokens: Phi4Mini.Tokens, markers: phiMarkers,
 		begin: phiOpen + `{"name": "`, behindName: `", "arguments":`, quoted: true,
+		between: phiClose + phiOpen + `{"name": "`, end: phiClose,
 	}
 	// JSON is that of models without markers, such as Llama 3: the output is a JSON object, a list of them, or some with
 	// semicolons between them.
 	JSON = &Format{
 		Name: "llama3_json", bare: true,
 		begin: `{"name": "`, behindName: `", "parameters":`, quoted: true,
+		between: `; {"name": "`,
 	}
 	// QwenXML is that of Qwen3-Coder: each call is a function with parameters in tags, whose values are not quoted.
 	QwenXML = &Format{
 		Name: "qwen3_xml", Tokens: []string{openCall, closeCall},
 		markers: []marker{{openCall, xmlBlock(atFunction)}, {functionTag, xmlBlock(inFunctionName)}},
 		begin:   openCall + "\n<function=", behindName: ">\n",
+		between: "\n" + closeCall + "\n" + openCall + "\n<function=", end: "\n" + closeCall,
+		arguments: xmlArguments,
 	}
 	// Olmo is that of OLMo 3: calls of Python between tags.
 	Olmo = &Format{
 		Name: "olmo3", Tokens: []string{pythonOpen, pythonClose},
 		markers: []marker{{pythonOpen, pythonBlock}},
 		begin:   pythonOpen, behindName: "(",
+		between: "\n", end: pythonClose,
+		arguments: pythonKeywords,
 	}
 )
 

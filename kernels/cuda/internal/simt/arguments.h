@@ -353,4 +353,14 @@
   FIELD(adjust_args, stride) \
   FIELD(adjust_args, vocabulary) \
   FIELD(adjust_args, entries) \
-  FIELD(adjust_args, parts)
+  FIELD(adjust_args, parts) \
+  STRUCT(mask_args) \
+  FIELD(mask_args, logits) \
+  FIELD(mask_args, rows) \
+  FIELD(mask_args, allowed) \
+  FIELD(mask_args, stride) \
+  FIELD(mask_args, words) \
+  FIELD(mask_args, count) \
+  FIELD(mask_args, vocabulary) \
+  FIELD(mask_args, parts) \
+  FIELD(mask_args, aligned)

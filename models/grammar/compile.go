@@ -1,0 +1,497 @@
+package grammar
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+)
+
+// ErrTooLarge: a grammar needs more states than are allowed.
+var ErrTooLarge = errors.New("it needs too many states: shorten it, or lower the numbers of repetitions (minLength, maxLength, minItems, maxItems, {m,n})")
+
+// Limits of what a grammar may need. They keep compilation well below a second, and its memory below 64 MiB.
+const (
+	maxFragments = 1 << 18 // states of the automata before they are made deterministic
+	maxNodes     = 1 << 16 // states of the deterministic ones
+	maxNesting   = 1 << 10 // of expressions
+	// inlineSize is the maximum size of a rule that is copied to where it is called: tokens that leave a rule cost more.
+	inlineSize = 512
+)
+
+// node is a state of a rule's automaton.
+type node struct {
+	edges  []edge // by bytes, disjoint
+	calls  []call
+	accept bool // the rule may end here
+}
+
+// edge reads a byte from lo to hi.
+type edge struct {
+	lo, hi byte
+	to     int32
+}
+
+// call reads a text of the rule that begins at the node start, and goes on at to.
+type call struct{ start, to int32 }
+
+// compiler turns rules into nodes.
+type compiler struct {
+	nodes []node
+	// starts are the first nodes of rules.
+	starts map[*Rule]int32
+	queue  []*Rule
+	sizes  map[*Rule]int // of those that are inlined; 0: being measured, -1: not inlined
+	nfa    []fragment
+	depth  int
+	err    error
+}
+
+// fragment is a state of an automaton that is not deterministic.
+type fragment struct {
+	empty []int32
+	edges []edge
+	calls []ruleCall
+}
+
+type ruleCall struct {
+	rule *Rule
+	to   int32
+}
+
+// compile returns the nodes of a grammar, of which the first one is the start.
+func compile(root Expr) ([]node, error) {
+	top := &Rule{Name: "root", Body: root}
+	c := &compiler{starts: map[*Rule]int32{}, sizes: map[*Rule]int{}}
+	c.start(top)
+	for len(c.queue) > 0 && c.err == nil {
+		r := c.queue[0]
+		c.queue = c.queue[1:]
+		c.rule(r)
+	}
+	if c.err == nil {
+		c.err = c.prune()
+	}
+	if c.err == nil {
+		c.err = c.leftRecursion()
+	}
+	return c.nodes, c.err
+}
+
+// start is the first node of a rule.
+func (c *compiler) start(r *Rule) int32 {
+	at, ok := c.starts[r]
+	if !ok {
+		at = int32(len(c.nodes))
+		c.nodes = append(c.nodes, node{})
+		c.starts[r] = at
+		c.queue = append(c.queue, r)
+	}
+	return at
+}
+
+func (c *compiler) fail(err error) {
+	if c.err == nil {
+		c.err = err
+	}
+}
+
+// size estimates the states of an expression with what is inlined; more than inlineSize: too many.
+func (c *compiler) size(e Expr) int {
+	if c.depth++; c.depth > maxNesting {
+		c.fail(fmt.Errorf("it is nested more than %d levels deep", maxNesting))
+	}
+	defer func() { c.depth-- }()
+	if c.err != nil {
+		return inlineSize + 1
+	}
+	n := 1
+	switch e := e.(type) {
+	case literal:
+		n += len(e)
+	case sequence:
+		for _, p := range e {
+			if n += c.size(p); n > inlineSize {
+				break
+			}
+		}
+	case choice:
+		for _, p := range e {
+			if n += c.size(p); n > inlineSize {
+				break
+			}
+		}
+	case *repeat:
+		n += c.size(e.of) * min(max(e.min, e.max, 1), inlineSize)
+	case *separated:
+		n += 2 * c.size(e.separator)
+		for _, i := range e.items {
+			if n += c.size(i.Of); n > inlineSize {
+				break
+			}
+		}
+	case *Rule:
+		n += max(c.inlined(e), 1)
+	}
+	return n
+}
+
+// inlined is the size of a rule that is inlined, and -1 of others.
+func (c *compiler) inlined(r *Rule) int {
+	if n, ok := c.sizes[r]; ok {
+		if n == 0 {
+			c.sizes[r] = -1 // recursive
+		}
+		return c.sizes[r]
+	}
+	c.sizes[r] = 0
+	n := c.size(r.Body)
+	if c.sizes[r] < 0 || n > inlineSize {
+		n = -1
+	}
+	c.sizes[r] = n
+	return n
+}
+
+// rule makes the nodes of a rule, by the subset construction.
+func (c *compiler) rule(r *Rule) {
+	c.nfa = append(c.nfa[:0], fragment{}, fragment{})
+	c.emit(r.Body, 0, 1)
+	if c.err != nil {
+		return
+	}
+	sets := map[string]int32{}
+	var work [][]int32
+	intern := func(set []int32) int32 {
+		key := make([]byte, 0, 4*len(set))
+		for _, s := range set {
+			key = append(key, byte(s), byte(s>>8), byte(s>>16), byte(s>>24))
+		}
+		at, ok := sets[string(key)]
+		if !ok {
+			at = int32(len(c.nodes))
+			if len(sets) == 0 {
+				at = c.starts[r]
+			} else {
+				c.nodes = append(c.nodes, node{})
+			}
+			sets[string(key)] = at
+			work = append(work, set)
+			if len(c.nodes) > maxNodes {
+				c.fail(ErrTooLarge)
+			}
+		}
+		return at
+	}
+	marks := make([]bool, len(c.nfa))
+	intern(c.closure([]int32{0}, marks))
+	total := 0
+	for i := 0; i < len(work) && c.err == nil; i++ {
+		set := work[i]
+		if total += len(set); total > 16*maxNodes {
+			c.fail(ErrTooLarge)
+		}
+		var n node
+		var edges []edge
+		var callees []ruleCall
+		for _, s := range set {
+			n.accept = n.accept || s == 1
+			edges = append(edges, c.nfa[s].edges...)
+			callees = append(callees, c.nfa[s].calls...)
+		}
+		n.edges = c.join(edges, marks, intern)
+		for i, call1 := range callees {
+			if slices.ContainsFunc(callees[:i], func(o ruleCall) bool { return o.rule == call1.rule }) {
+				continue
+			}
+			var to []int32
+			for _, other := range callees[i:] {
+				if other.rule == call1.rule {
+					to = append(to, other.to)
+				}
+			}
+			start := c.start(call1.rule)
+			n.calls = append(n.calls, call{start, intern(c.closure(to, marks))})
+		}
+		at := c.starts[r]
+		if i > 0 {
+			key := make([]byte, 0, 4*len(set))
+			for _, s := range set {
+				key = append(key, byte(s), byte(s>>8), byte(s>>16), byte(s>>24))
+			}
+			at = sets[string(key)]
+		}
+		c.nodes[at] = n
+	}
+}
+
+// join makes the edges of a set of states disjoint.
+func (c *compiler) join(edges []edge, marks []bool, intern func([]int32) int32) []edge {
+	if len(edges) == 0 {
+		return nil
+	}
+	bounds := make([]int, 0, 2*len(edges))
+	for _, e := range edges {
+		bounds = append(bounds, int(e.lo), int(e.hi)+1)
+	}
+	slices.Sort(bounds)
+	bounds = slices.Compact(bounds)
+	var out []edge
+	var targets []int32
+	for i := range len(bounds) - 1 {
+		lo, hi := bounds[i], bounds[i+1]-1
+		targets = targets[:0]
+		for _, e := range edges {
+			if int(e.lo) <= lo && hi <= int(e.hi) {
+				targets = append(targets, e.to)
+			}
+		}
+		if len(targets) == 0 {
+			continue
+		}
+		to := intern(c.closure(targets, marks))
+		if n := len(out); n > 0 && out[n-1].to == to && int(out[n-1].hi)+1 == lo {
+			out[n-1].hi = byte(hi)
+			continue
+		}
+		out = append(out, edge{byte(lo), byte(hi), to})
+	}
+	return out
+}
+
+// closure is the sorted set of states that are reached from some without reading anything. Of these only those are in
+// it that read something, or are the end.
+func (c *compiler) closure(from []int32, marks []bool) []int32 {
+	stack := slices.Clone(from)
+	var visited, set []int32
+	for len(stack) > 0 {
+		s := stack[len(stack)-1]
+		stack = stack[:len(stack)-1]
+		if marks[s] {
+			continue
+		}
+		marks[s] = true
+		visited = append(visited, s)
+		f := &c.nfa[s]
+		if s == 1 || len(f.edges) > 0 || len(f.calls) > 0 {
+			set = append(set, s)
+		}
+		stack = append(stack, f.empty...)
+	}
+	for _, s := range visited {
+		marks[s] = false
+	}
+	slices.Sort(set)
+	return set
+}
+
+func (c *compiler) fragment() int32 {
+	if len(c.nfa) >= maxFragments {
+		c.fail(ErrTooLarge)
+	}
+	c.nfa = append(c.nfa, fragment{})
+	return int32(len(c.nfa) - 1)
+}
+
+func (c *compiler) skip(from, to int32) { c.nfa[from].empty = append(c.nfa[from].empty, to) }
+
+// emit adds the states of an expression between two others. Nothing else leads to `to` from within, and nothing from
+// `from` leads elsewhere but what e reads.
+func (c *compiler) emit(e Expr, from, to int32) {
+	if c.depth++; c.depth > maxNesting {
+		c.fail(fmt.Errorf("it is nested more than %d levels deep", maxNesting))
+	}
+	defer func() { c.depth-- }()
+	if c.err != nil {
+		return
+	}
+	switch e := e.(type) {
+	case literal:
+		for i := range len(e) {
+			next := c.fragment()
+			c.nfa[from].edges = append(c.nfa[from].edges, edge{e[i], e[i], next})
+			from = next
+		}
+		c.skip(from, to)
+	case *byteSet:
+		e.each(func(lo, hi byte) { c.nfa[from].edges = append(c.nfa[from].edges, edge{lo, hi, to}) })
+	case sequence:
+		for _, p := range e {
+			next := c.fragment()
+			c.emit(p, from, next)
+			from = next
+		}
+		c.skip(from, to)
+	case choice:
+		for _, p := range e {
+			if s, ok := p.(*byteSet); ok {
+				c.emit(s, from, to)
+				continue
+			}
+			begin := c.fragment()
+			c.skip(from, begin)
+			c.emit(p, begin, to)
+		}
+	case *repeat:
+		c.repeat(e, from, to)
+	case *separated:
+		c.separated(e, from, to)
+	case *Rule:
+		if e.Body == nil {
+			c.fail(fmt.Errorf("rule %s is not defined", e.Name))
+			return
+		}
+		if c.inlined(e) > 0 {
+			c.emit(e.Body, from, to)
+			return
+		}
+		c.nfa[from].calls = append(c.nfa[from].calls, ruleCall{e, to})
+	default:
+		panic(fmt.Sprintf("grammar: expression of unknown type %T", e))
+	}
+}
+
+func (c *compiler) repeat(e *repeat, from, to int32) {
+	for range e.min {
+		next := c.fragment()
+		c.emit(e.of, from, next)
+		if from = next; c.err != nil {
+			return
+		}
+	}
+	if e.max < 0 {
+		loop := c.fragment()
+		again := c.fragment()
+		c.skip(from, loop)
+		c.emit(e.of, loop, again)
+		c.skip(again, loop)
+		c.skip(loop, to)
+		return
+	}
+	for range e.max - e.min {
+		c.skip(from, to)
+		next := c.fragment()
+		c.emit(e.of, from, next)
+		if from = next; c.err != nil {
+			return
+		}
+	}
+	c.skip(from, to)
+}
+
+// separated has two states before each item: where there is none yet, and where the separator comes first.
+func (c *compiler) separated(e *separated, from, to int32) {
+	none := c.fragment()
+	c.skip(from, none)
+	some := c.fragment()
+	for _, item := range e.items {
+		begin, end := c.fragment(), c.fragment()
+		c.skip(none, begin)
+		c.emit(e.separator, some, begin)
+		c.emit(item.Of, begin, end)
+		nextNone, nextSome := c.fragment(), c.fragment()
+		c.skip(end, nextSome)
+		if item.Repeated {
+			c.emit(e.separator, end, begin)
+		}
+		if item.Optional {
+			c.skip(none, nextNone)
+			c.skip(some, nextSome)
+		}
+		none, some = nextNone, nextSome
+	}
+	c.skip(none, to)
+	c.skip(some, to)
+}
+
+// prune removes what leads to no end.
+func (c *compiler) prune() error {
+	ends := make([]bool, len(c.nodes))
+	for changed := true; changed; {
+		changed = false
+		for i := len(c.nodes) - 1; i >= 0; i-- {
+			n := &c.nodes[i]
+			if ends[i] {
+				continue
+			}
+			if n.accept || slices.ContainsFunc(n.edges, func(e edge) bool { return ends[e.to] }) ||
+				slices.ContainsFunc(n.calls, func(k call) bool { return ends[k.start] && ends[k.to] }) {
+				ends[i], changed = true, true
+			}
+		}
+	}
+	if !ends[0] {
+		return errors.New("no text fits it")
+	}
+	for i := range c.nodes {
+		n := &c.nodes[i]
+		n.edges = slices.DeleteFunc(n.edges, func(e edge) bool { return !ends[e.to] })
+		n.calls = slices.DeleteFunc(n.calls, func(k call) bool { return !ends[k.start] || !ends[k.to] })
+	}
+	return nil
+}
+
+// leftRecursion finds rules that begin with themselves, for which no state could be made.
+func (c *compiler) leftRecursion() error {
+	names := map[int32]string{}
+	for r, at := range c.starts {
+		names[at] = r.Name
+	}
+	// nullable rules can be called without reading anything.
+	nullable := map[int32]bool{}
+	for changed := true; changed; {
+		changed = false
+		for at := range names {
+			if !nullable[at] && c.reads(at, nullable, nil) {
+				nullable[at], changed = true, true
+			}
+		}
+	}
+	const visiting, done = 1, 2
+	state := map[int32]int{}
+	var visit func(at int32) error
+	visit = func(at int32) error {
+		state[at] = visiting
+		var err error
+		c.reads(at, nullable, func(k call) {
+			if err != nil || state[k.start] == done {
+				return
+			}
+			if state[k.start] == visiting {
+				err = fmt.Errorf("rule %s begins with itself (left recursion): write what is repeated behind what is not", names[k.start])
+				return
+			}
+			err = visit(k.start)
+		})
+		state[at] = done
+		return err
+	}
+	for at := range names {
+		if state[at] != 0 {
+			continue
+		}
+		if err := visit(at); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// reads visits the calls that a rule can begin with, and reports whether it can end without reading anything.
+func (c *compiler) reads(start int32, nullable map[int32]bool, visit func(call)) (ends bool) {
+	seen := map[int32]bool{start: true}
+	for work := []int32{start}; len(work) > 0; {
+		n := &c.nodes[work[0]]
+		work = work[1:]
+		ends = ends || n.accept
+		for _, k := range n.calls {
+			if visit != nil {
+				visit(k)
+			}
+			if nullable[k.start] && !seen[k.to] {
+				seen[k.to] = true
+				work = append(work, k.to)
+			}
+		}
+	}
+	return ends
+}

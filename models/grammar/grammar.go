@@ -1,0 +1,281 @@
+package grammar
+
+import (
+	"errors"
+	"slices"
+	"sync/atomic"
+)
+
+// Grammar is a compiled grammar with the masks of a vocabulary.
+type Grammar struct {
+	a *automaton
+	v *Vocabulary
+	// alone are the masks of nodes, by node; firstMask is that before the first token.
+	alone     []atomic.Pointer[nodeMask]
+	firstMask atomic.Pointer[mask]
+	maskBytes atomic.Int64
+}
+
+// mask has a bit for each token that may be next. It is immutable.
+type mask struct{ bits []uint32 }
+
+// nodeMask says which tokens may be next at a node, as far as its rule alone decides that.
+type nodeMask struct {
+	bits []uint32
+	// leaves are the nodes of the trie where the rule may end within tokens: whether these may be next depends on the
+	// stack.
+	leaves []int32
+}
+
+// New compiles a grammar. Without a vocabulary it can match texts, and has no masks.
+func New(root Expr, v *Vocabulary) (*Grammar, error) {
+	nodes, err := compile(root)
+	if err != nil {
+		return nil, err
+	}
+	g := &Grammar{a: newAutomaton(nodes), v: v, alone: make([]atomic.Pointer[nodeMask], len(nodes))}
+	if s := g.a.start(); len(s.configs) == 0 {
+		return nil, errors.New("only the empty text fits it")
+	}
+	return g, nil
+}
+
+// Nodes is the size of the grammar's automata.
+func (g *Grammar) Nodes() int { return len(g.a.nodes) }
+
+// Words is that of the vocabulary.
+func (g *Grammar) Words() int { return g.v.words }
+
+// Match reports whether a text fits the grammar.
+func (g *Grammar) Match(text string) bool { return g.a.run(g.a.start(), text).ends }
+
+// Begins reports whether a text can be continued to one that fits.
+func (g *Grammar) Begins(text string) bool { return g.a.run(g.a.start(), text) != g.a.dead }
+
+// Matcher returns a matcher at the beginning of a text.
+func (g *Grammar) Matcher() *Matcher { return &Matcher{g: g, at: g.a.start(), first: true} }
+
+// Matcher follows one text, token by token.
+type Matcher struct {
+	g     *Grammar
+	at    *state
+	first bool // no token has been read
+}
+
+// Accept reads a token, and reports whether it may come next; if not, nothing changes.
+func (m *Matcher) Accept(id int32) bool {
+	v := m.g.v
+	if id < 0 || int(id) >= len(v.text) || v.text[id] == "" {
+		return false
+	}
+	text := v.text[id]
+	if m.first {
+		text = v.first[id]
+	}
+	s := m.g.a.run(m.at, text)
+	if s == m.g.a.dead {
+		return false
+	}
+	m.at, m.first = s, false
+	return true
+}
+
+// MayEnd reports whether the text may end here, and Ended whether it must.
+func (m *Matcher) MayEnd() bool { return m.at.ends }
+
+// Ended reports whether nothing may follow.
+func (m *Matcher) Ended() bool { return m.at.ends && len(m.at.configs) == 0 }
+
+// Ready reports whether Mask has nothing to compute.
+func (m *Matcher) Ready() bool { return m.kept().Load() != nil }
+
+func (m *Matcher) kept() *atomic.Pointer[mask] {
+	if m.first && m.g.v.differs {
+		return &m.g.firstMask
+	}
+	return &m.at.mask
+}
+
+// Mask has a bit for each token that may come next: that of id is bit id%32 of word id/32. It must not be changed. It
+// may be empty where the vocabulary cannot spell what has to come.
+func (m *Matcher) Mask() []uint32 {
+	kept := m.kept()
+	if k := kept.Load(); k != nil {
+		return k.bits
+	}
+	var k *mask
+	if m.first && m.g.v.differs {
+		k = m.g.maskOfFirst(m.at)
+	} else {
+		k = m.g.maskOf(m.at)
+	}
+	kept.Store(k)
+	return k.bits
+}
+
+// Clone returns a matcher of the same text.
+func (m *Matcher) Clone() *Matcher {
+	c := *m
+	return &c
+}
+
+func set(bits []uint32, id int32) { bits[id/32] |= 1 << (id % 32) }
+
+// newMask returns an empty mask, after dropping all masks if they are too many.
+func (g *Grammar) newMask() []uint32 {
+	if n := g.maskBytes.Add(4 * int64(g.v.words)); n > maxMaskBytes {
+		g.a.mu.Lock()
+		g.a.flush()
+		g.a.mu.Unlock()
+		for i := range g.alone {
+			g.alone[i].Store(nil)
+		}
+		g.maskBytes.Store(0)
+	}
+	return make([]uint32, g.v.words)
+}
+
+// maskOfFirst tries every token.
+func (g *Grammar) maskOfFirst(s *state) *mask {
+	bits := g.newMask()
+	for id, text := range g.v.first {
+		if g.v.text[id] != "" && g.a.run(s, text) != g.a.dead {
+			set(bits, int32(id))
+		}
+	}
+	return &mask{bits}
+}
+
+// maskOf joins the masks of a state's nodes.
+func (g *Grammar) maskOf(s *state) *mask {
+	var own []uint32
+	var shared []uint32
+	for i, c := range s.configs {
+		if i > 0 && s.configs[i-1].node == c.node {
+			continue
+		}
+		n := g.maskAlone(c.node)
+		if len(s.configs) == 1 && len(n.leaves) == 0 {
+			return &mask{n.bits}
+		}
+		switch {
+		case own == nil && shared == nil:
+			shared = n.bits
+			continue
+		case own == nil:
+			own = g.newMask()
+			copy(own, shared)
+		}
+		for w, bits := range n.bits {
+			own[w] |= bits
+		}
+	}
+	if own == nil {
+		own = g.newMask()
+		copy(own, shared)
+	}
+	w := walk{g: g}
+	for i, c := range s.configs {
+		if i > 0 && s.configs[i-1].node == c.node {
+			continue
+		}
+		for _, at := range g.maskAlone(c.node).leaves {
+			if t := g.a.run(s, g.v.path(at)); t != g.a.dead && len(t.configs) > 0 {
+				w.below(at, t, own)
+			}
+		}
+	}
+	return &mask{own}
+}
+
+// maskAlone is what one node decides.
+func (g *Grammar) maskAlone(n int32) *nodeMask {
+	if m := g.alone[n].Load(); m != nil {
+		return m
+	}
+	m := &nodeMask{bits: g.newMask()}
+	w := walk{g: g}
+	w.all(g.a.alone(n), m)
+	m.leaves = slices.Clip(m.leaves)
+	g.alone[n].Store(m)
+	return m
+}
+
+// walk goes through the trie of a vocabulary, with the states that its bytes lead to.
+type walk struct {
+	g     *Grammar
+	stack []*state // by depth
+}
+
+// all sets the tokens that may come next, and lists the nodes where the rule of s may end.
+func (w *walk) all(s *state, m *nodeMask) {
+	w.stack = slices.Grow(w.stack[:0], w.g.v.depth+1)[:w.g.v.depth+1]
+	w.stack[0] = s
+	w.run(0, int32(len(w.g.v.nodes)), m.bits, func(at int32, t *state) {
+		// What is below a node that is listed is looked at with it.
+		if n := len(m.leaves); t.ends && w.g.v.nodes[at].end > at+1 && (n == 0 || at >= w.g.v.nodes[m.leaves[n-1]].end) {
+			m.leaves = append(m.leaves, at)
+		}
+	})
+}
+
+// below sets the tokens below a node that may come next, from the state there on.
+func (w *walk) below(at int32, s *state, bits []uint32) {
+	w.stack = slices.Grow(w.stack[:0], w.g.v.depth+1)[:w.g.v.depth+1]
+	w.stack[w.g.v.nodes[at].depth] = s
+	w.run(at+1, w.g.v.nodes[at].end, bits, nil)
+}
+
+// run walks nodes[from:to], whose parents' states are in the stack.
+func (w *walk) run(from, to int32, bits []uint32, visit func(at int32, t *state)) {
+	a, v, stack := w.g.a, w.g.v, w.stack
+	for i := from; i < to; {
+		n := &v.nodes[i]
+		s := stack[n.depth-1]
+		class := a.class[n.b]
+		t := s.next[class].Load()
+		if t == nil {
+			t = a.miss(s, class)
+		}
+		if t == a.dead {
+			i = n.end
+			continue
+		}
+		stack[n.depth] = t
+		for _, id := range v.ids[n.ids:][:n.count] {
+			set(bits, id)
+		}
+		if visit != nil && t.ends {
+			visit(i, t)
+		}
+		i++
+	}
+}
+
+// Overlap reports whether a text fits both expressions. Where that takes too long to find out it is true.
+func Overlap(a, b Expr) bool {
+	g, err := New(a, nil)
+	if err != nil {
+		return false
+	}
+	h, err := New(b, nil)
+	if err != nil {
+		return false
+	}
+	type pair struct{ x, y *state }
+	seen := map[pair]bool{}
+	for work := []pair{{g.a.start(), h.a.start()}}; len(work) > 0; {
+		p := work[len(work)-1]
+		work = work[:len(work)-1]
+		if p.x.ends && p.y.ends || len(seen) > maxStates {
+			return true
+		}
+		for b := range 256 {
+			if q := (pair{g.a.step(p.x, byte(b)), h.a.step(p.y, byte(b))}); q.x != g.a.dead && q.y != h.a.dead && !seen[q] {
+				seen[q] = true
+				work = append(work, q)
+			}
+		}
+	}
+	return false
+}

@@ -1,0 +1,348 @@
+package grammar
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"regexp"
+	"strings"
+	"testing"
+)
+
+// bytesAnd is a vocabulary of all bytes and of some further tokens.
+func bytesAnd(more ...string) *Vocabulary {
+	var tokens []Token
+	for b := range 256 {
+		tokens = append(tokens, Token{ID: int32(b), Text: string([]byte{byte(b)}), First: string([]byte{byte(b)})})
+	}
+	for i, t := range more {
+		tokens = append(tokens, Token{ID: int32(256 + i), Text: t, First: t})
+	}
+	return NewVocabulary(len(tokens)+3, tokens)
+}
+
+func TestRegex(t *testing.T) {
+	for _, c := range []struct {
+		pattern   string
+		yes, no   []string
+		neverEnds bool
+	}{
+		{pattern: `abc`, yes: []string{"abc"}, no: []string{"ab", "abcd", ""}},
+		{pattern: `^a+b?$`, yes: []string{"a", "aab"}, no: []string{"b", "abb"}},
+		{pattern: `(foo|ba[rz])*x`, yes: []string{"x", "foobarbazx"}, no: []string{"foo", "bax"}},
+		{pattern: `[^a-c]{2,3}`, yes: []string{"dé", "日本語"}, no: []string{"da", "d", "dddd"}},
+		{pattern: `\d{4}-\d\d`, yes: []string{"2024-01"}, no: []string{"2024-1"}},
+		{pattern: `(?i)straße`, yes: []string{"STRAßE", "Straẞe"}, no: []string{"strasse"}},
+		{pattern: `.`, yes: []string{"x", "é", "€", "😀"}, no: []string{"\n", "\xff", "\xed\xa0\x80", "xx"}},
+		{pattern: `é|\x{1F600}`, yes: []string{"é", "😀"}},
+		{pattern: `\u0041\/\-`, yes: []string{"A/-"}},
+		{pattern: `\p{Greek}+`, yes: []string{"αβγ"}, no: []string{"abc"}},
+		{pattern: `(a|b)*abb`, yes: []string{"abb", "aababb"}, no: []string{"ab", "abba"}},
+		{pattern: `(a?){3}b`, yes: []string{"b", "aaab"}, no: []string{"aaaab"}},
+	} {
+		e, err := Regex(c.pattern)
+		if err != nil {
+			t.Errorf("%s: %v", c.pattern, err)
+			continue
+		}
+		g, err := New(e, nil)
+		if err != nil {
+			t.Errorf("%s: %v", c.pattern, err)
+			continue
+		}
+		for _, s := range c.yes {
+			if !g.Match(s) {
+				t.Errorf("%s does not match %q", c.pattern, s)
+			}
+		}
+		for _, s := range c.no {
+			if g.Match(s) {
+				t.Errorf("%s matches %q", c.pattern, s)
+			}
+		}
+	}
+	for pattern, want := range map[string]string{
+		`a(?=b)`: "lookahead", `(?<!a)b`: "lookbehind", `(a)\1`: `backreferences (\1)`, `a\b`: "word boundaries", `a^b`: "anchor (^)",
+		`(a$)+`: "anchor ($)", `(?m)^a$`: "anchors of lines", `a(`: "missing closing )", strings.Repeat("a", maxPattern+1): "the maximum is", "\xff": "UTF-8",
+		`[`: "missing closing ]",
+	} {
+		if _, err := Regex(pattern); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%.20s: %v, want an error with %q", pattern, err, want)
+		}
+	}
+}
+
+// TestRegexAgainstGo compares random expressions over few characters with package regexp.
+func TestRegexAgainstGo(t *testing.T) {
+	r := rand.New(rand.NewPCG(1, 2))
+	var random func(depth int) string
+	random = func(depth int) string {
+		switch n := r.IntN(8); {
+		case depth == 0 || n < 3:
+			return []string{"a", "b", "é", "[ab]", "[^a]", "."}[r.IntN(6)]
+		case n < 5:
+			return random(depth-1) + random(depth-1)
+		case n < 6:
+			return "(" + random(depth-1) + "|" + random(depth-1) + ")"
+		case n < 7:
+			return "(" + random(depth-1) + ")" + []string{"*", "+", "?", "{2}", "{1,3}"}[r.IntN(5)]
+		}
+		return "(" + random(depth-1) + ")"
+	}
+	for range 300 {
+		pattern := random(4)
+		e, err := Regex(pattern)
+		if err != nil {
+			t.Fatalf("%s: %v", pattern, err)
+		}
+		g, err := New(e, nil)
+		if err != nil {
+			t.Fatalf("%s: %v", pattern, err)
+		}
+		whole := regexp.MustCompile("^(?:" + pattern + ")$")
+		for range 100 {
+			var text string
+			for range r.IntN(8) {
+				text += []string{"a", "b", "é", "c", "\n"}[r.IntN(5)]
+			}
+			if got, want := g.Match(text), whole.MatchString(text); got != want {
+				t.Fatalf("%s matches %q: %v, want %v", pattern, text, got, want)
+			}
+		}
+	}
+}
+
+func TestGBNF(t *testing.T) {
+	for _, c := range []struct {
+		grammar string
+		yes, no []string
+	}{
+		{`root ::= "a" | "b"`, []string{"a", "b"}, []string{"", "ab"}},
+		{"# sums\nroot ::= term (op term)*\nterm ::= [0-9]+ | \"(\" root \")\"\nop ::= [-+*/]", []string{"1+2", "(1+(2*33))-4"}, []string{"1+", "(1", "1)"}},
+		{"root ::= x{2} y{1,} z{0,2} w{,1}\nx ::= \"x\"\ny ::= \"y\"\nz ::= \"z\"\nw ::= \"\\x77\" # w", []string{"xxy", "xxyyzzw"}, []string{"xy", "xxyzzz"}},
+		{"root ::= \"a\"\n  | \"b\" (\n  \"c\" )?", []string{"a", "bc", "b"}, []string{"ac"}},
+		{`root ::= [^\n"\]] . [\u00e9-]`, []string{"ab-", "a\né"}, []string{`"b-`, "]b-"}},
+		{"root ::= \"(\" root \")\" | \"\" | \"x\"", []string{"((x))", "()", "((()))"}, []string{"(()", "x)"}},
+		{"root ::= item more\nmore ::= \",\" item more | \";\"\nitem ::= [a-z]*", []string{"a,b,,c;"}, []string{"a,b"}},
+	} {
+		e, err := ParseGBNF(c.grammar)
+		if err != nil {
+			t.Errorf("%s: %v", c.grammar, err)
+			continue
+		}
+		g, err := New(e, nil)
+		if err != nil {
+			t.Errorf("%s: %v", c.grammar, err)
+			continue
+		}
+		for _, s := range c.yes {
+			if !g.Match(s) {
+				t.Errorf("%s does not match %q", c.grammar, s)
+			}
+		}
+		for _, s := range c.no {
+			if g.Match(s) {
+				t.Errorf("%s matches %q", c.grammar, s)
+			}
+		}
+	}
+	for text, want := range map[string]string{
+		`a ::= "b"`: "no rule named root", `root ::= b`: "rule b is not defined", `root = "a"`: "expected ::=", `root ::= "a`: "does not end",
+		"root ::= \"a\"\nroot ::= \"b\"": "line 2: rule root is there twice", `root ::= ("a"`: "( without )", `root ::= "a"{3,2}`: "no number",
+		`root ::= "a"{20000}`: "more than 10000", `root ::= [z-a]`: "no range", `root ::= "\q"`: "unknown escape", `root ::= "a" )`: "unexpected",
+		"start: \"a\"": "expected ::=", "": "no rule named root",
+	} {
+		if _, err := ParseGBNF(text); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v, want an error with %q", text, err, want)
+		}
+	}
+}
+
+func TestRefused(t *testing.T) {
+	for text, want := range map[string]string{
+		"root ::= root \"a\" | \"b\"":                          "rule root begins with itself",
+		"root ::= a \"x\"\na ::= b? root | \"a\"\nb ::= \"b\"": "begins with itself",
+		"root ::= \"a\" root":                                  "no text fits",
+		"root ::= \"\"":                                        "only the empty text",
+		"root ::= ([a-z]{1,50} \" \"){5000}":                   "too many states",
+		"root ::= [ab]* \"a\" [ab]{20}":                        "too many states",
+	} {
+		e, err := ParseGBNF(text)
+		if err == nil {
+			_, err = New(e, nil)
+		}
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v, want an error with %q", text, err, want)
+		}
+	}
+	e, err := ParseGBNF("root ::= [ab]* \"a\" [ab]{30}")
+	if err == nil {
+		_, err = New(e, nil)
+	}
+	if !errors.Is(err, ErrTooLarge) {
+		t.Errorf("%v, want ErrTooLarge", err)
+	}
+}
+
+func TestUntil(t *testing.T) {
+	g, err := New(Seq(Until("</think>"), Literal("x")), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for text, want := range map[string]bool{
+		"</think>x": true, "a <b></thin</think>x": true, "é<</think>x": true, "</think></think>x": false, "abc": false, "\xff</think>x": false, "</</think>x": true,
+	} {
+		if got := g.Match(text); got != want {
+			t.Errorf("%q: %v", text, got)
+		}
+	}
+}
+
+func TestWithout(t *testing.T) {
+	g, err := New(Without("aéa"), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for text, want := range map[string]bool{"": true, "aé": true, "aéb": true, "aaéa": false, "xaéaéa": false, "éaé": true, "\xff": false} {
+		if got := g.Match(text); got != want {
+			t.Errorf("%q: %v", text, got)
+		}
+	}
+}
+
+// TestMasks compares masks with what each token's bytes do by themselves.
+func TestMasks(t *testing.T) {
+	v := bytesAnd("ab", "aba", "(", "((", "))", "),", ", a", "é", "\xc3", "x)y", "a)", "a),b", ")))", "\"}", "\", \"", "日本", "\xe6\x97", "")
+	for _, text := range []string{
+		`root ::= "(" root ")" | [a-z]+ | root2
+root2 ::= "{" (root ("," root)*)? "}"`,
+		"root ::= list\nlist ::= \"[\" (item (\",\" item)*)? \"]\"\nitem ::= [a-y]* | list | \"é\"+ | [一-龥]",
+		`root ::= "a" "b"? "a"* ")" | ("a" [^x])* "x"`,
+	} {
+		e, err := ParseGBNF(text)
+		if err != nil {
+			t.Fatal(err)
+		}
+		g, err := New(e, v)
+		if err != nil {
+			t.Fatal(err)
+		}
+		plain, err := New(e, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		r := rand.New(rand.NewPCG(3, 4))
+		for range 50 {
+			m, text := g.Matcher(), ""
+			for range 40 {
+				bits := m.Mask()
+				var allowed []int32
+				for id := range int32(len(v.text)) {
+					is := bits[id/32]>>(id%32)&1 != 0
+					if want := v.text[id] != "" && plain.Begins(text+v.text[id]); is != want {
+						t.Fatalf("behind %q token %q: %v, want %v", text, v.text[id], is, want)
+					}
+					if is {
+						allowed = append(allowed, id)
+					}
+				}
+				if m.Ended() != (len(allowed) == 0) || m.MayEnd() != plain.Match(text) {
+					t.Fatalf("behind %q ended %v, may end %v, %d tokens", text, m.Ended(), m.MayEnd(), len(allowed))
+				}
+				if len(allowed) == 0 {
+					break
+				}
+				id := allowed[r.IntN(len(allowed))]
+				if !m.Accept(id) {
+					t.Fatalf("%q is not accepted behind %q", v.text[id], text)
+				}
+				text += v.text[id]
+			}
+		}
+	}
+}
+
+// TestFirstToken: a space that the tokenizer leaves out in front of a text is none of the grammar.
+func TestFirstToken(t *testing.T) {
+	v := NewVocabulary(4, []Token{{0, " a", "a"}, {1, "a", "a"}, {2, " ", ""}, {3, " b", "b"}})
+	g, err := New(Seq(Literal("a a")), v)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m := g.Matcher()
+	if got := m.Mask()[0]; got != 0b0111 {
+		t.Errorf("the first mask is %b", got)
+	}
+	if !m.Accept(0) || m.Mask()[0] != 0b0101 {
+		t.Errorf("the second mask is %b", m.Mask()[0])
+	}
+	if !m.Accept(2) || m.Accept(0) || !m.Accept(1) || !m.Ended() {
+		t.Error("the text is not a a")
+	}
+}
+
+// TestFlushed: dropping states and masks changes nothing for those who use them.
+func TestFlushed(t *testing.T) {
+	v := bytesAnd("ab", "((", "))")
+	e, _ := ParseGBNF(`root ::= "(" root ")" | [a-z]+`)
+	g, err := New(e, v)
+	if err != nil {
+		t.Fatal(err)
+	}
+	m := g.Matcher()
+	for i, c := range "((((ab))))" {
+		want := fmt.Sprint(m.Mask())
+		if i%2 == 0 {
+			g.maskBytes.Store(maxMaskBytes)
+			g.newMask()
+		}
+		other := g.Matcher()
+		for _, b := range "((((ab))))"[:i] {
+			other.Accept(b)
+		}
+		if got := fmt.Sprint(other.Mask()); got != want {
+			t.Fatalf("behind %d characters the mask differs", i)
+		}
+		if !m.Accept(c) {
+			t.Fatalf("%c is not accepted", c)
+		}
+	}
+	if !m.Ended() {
+		t.Error("the text has not ended")
+	}
+}
+
+func FuzzFrontEnds(f *testing.F) {
+	f.Add("a(b|c)*d{2,3}[^e]")
+	f.Add("root ::= \"a\" [b-c]{1,2} | root2*\nroot2 ::= . \"\\n\"")
+	f.Fuzz(func(t *testing.T, text string) {
+		for _, parse := range []func(string) (Expr, error){Regex, ParseGBNF} {
+			e, err := parse(text)
+			if err != nil {
+				continue
+			}
+			g, err := New(e, bytesAnd("ab"))
+			if err != nil {
+				continue
+			}
+			m := g.Matcher()
+			for range 20 {
+				bits := m.Mask()
+				next := int32(-1)
+				for id := range int32(257) {
+					if bits[id/32]>>(id%32)&1 != 0 {
+						next = id
+						break
+					}
+				}
+				if next < 0 {
+					if !m.Ended() {
+						t.Fatal("nothing may follow, and the text may not end")
+					}
+					break
+				}
+				m.Accept(next)
+			}
+		}
+	})
+}

@@ -1,0 +1,172 @@
+package schema
+
+import (
+	"bytes"
+	"cmp"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+)
+
+// object is a JSON object whose members keep their order.
+type object struct {
+	names  []string
+	values map[string]any
+}
+
+func (o *object) get(name string) any { return o.values[name] }
+
+func (o *object) has(name string) bool {
+	_, ok := o.values[name]
+	return ok
+}
+
+// maxDepth is the maximum nesting of a schema.
+const maxDepth = 128
+
+// parse reads a JSON value: objects become *object, numbers json.Number.
+func parse(data []byte) (any, error) {
+	d := json.NewDecoder(bytes.NewReader(data))
+	d.UseNumber()
+	v, err := parseValue(d, 0)
+	if err != nil {
+		return nil, fmt.Errorf("it is not valid JSON: %w", err)
+	}
+	if _, err := d.Token(); !errors.Is(err, io.EOF) {
+		return nil, errors.New("it is not valid JSON: there is more behind the schema")
+	}
+	return v, nil
+}
+
+func parseValue(d *json.Decoder, depth int) (any, error) {
+	if depth > maxDepth {
+		return nil, fmt.Errorf("it is nested more than %d levels deep", maxDepth)
+	}
+	t, err := d.Token()
+	if err != nil {
+		return nil, err
+	}
+	switch t {
+	case json.Delim('{'):
+		o := &object{values: map[string]any{}}
+		for d.More() {
+			name, err := d.Token()
+			if err != nil {
+				return nil, err
+			}
+			v, err := parseValue(d, depth+1)
+			if err != nil {
+				return nil, err
+			}
+			n := name.(string)
+			if !o.has(n) {
+				o.names = append(o.names, n)
+			}
+			o.values[n] = v
+		}
+		_, err := d.Token()
+		return o, err
+	case json.Delim('['):
+		list := []any{}
+		for d.More() {
+			v, err := parseValue(d, depth+1)
+			if err != nil {
+				return nil, err
+			}
+			list = append(list, v)
+		}
+		_, err := d.Token()
+		return list, err
+	}
+	return t, nil
+}
+
+// text writes a value as compact JSON, whole numbers without a point.
+func text(v any) string {
+	switch v := v.(type) {
+	case *object:
+		parts := make([]string, len(v.names))
+		for i, n := range v.names {
+			parts[i] = text(n) + ":" + text(v.values[n])
+		}
+		return "{" + strings.Join(parts, ",") + "}"
+	case []any:
+		parts := make([]string, len(v))
+		for i, x := range v {
+			parts[i] = text(x)
+		}
+		return "[" + strings.Join(parts, ",") + "]"
+	case json.Number:
+		d, err := parseDecimal(v)
+		if err != nil || d.part != "" || len(d.whole) > 18 {
+			return v.String()
+		}
+		if d.negative {
+			return "-" + d.whole
+		}
+		return cmp.Or(d.whole, "0")
+	}
+	var b bytes.Buffer
+	e := json.NewEncoder(&b)
+	e.SetEscapeHTML(false)
+	if err := e.Encode(v); err != nil {
+		panic("schema: a value without a JSON form: " + err.Error())
+	}
+	return strings.TrimSuffix(b.String(), "\n")
+}
+
+// equal compares values as JSON Schema does: numbers by what they are, objects without order.
+func equal(a, b any) bool {
+	switch a := a.(type) {
+	case *object:
+		b, ok := b.(*object)
+		return ok && len(a.names) == len(b.names) && !slices.ContainsFunc(a.names, func(n string) bool { return !b.has(n) || !equal(a.values[n], b.values[n]) })
+	case []any:
+		b, ok := b.([]any)
+		return ok && slices.EqualFunc(a, b, equal)
+	case json.Number:
+		b, ok := b.(json.Number)
+		if !ok {
+			return false
+		}
+		x, err1 := parseDecimal(a)
+		y, err2 := parseDecimal(b)
+		return err1 == nil && err2 == nil && x.compare(y) == 0
+	}
+	return a == b
+}
+
+// Error is a part of a schema that is wrong, or not supported.
+type Error struct {
+	// Path is the JSON pointer of the schema, Keyword the member that is meant.
+	Path, Keyword string
+	Why           string
+}
+
+func (e *Error) Error() string {
+	if e.Keyword == "" {
+		return fmt.Sprintf("at %s: %s", e.Path, e.Why)
+	}
+	return fmt.Sprintf("%s at %s: %s", e.Keyword, e.Path, e.Why)
+}
+
+// located is a schema with its place.
+type located struct {
+	value any
+	path  string
+}
+
+func (l located) at(names ...string) string {
+	path := l.path
+	for _, n := range names {
+		path += "/" + strings.NewReplacer("~", "~0", "/", "~1").Replace(n)
+	}
+	return path
+}
+
+func (l located) fail(keyword, format string, args ...any) error {
+	return &Error{l.path, keyword, fmt.Sprintf(format, args...)}
+}

@@ -1,0 +1,467 @@
+package schema
+
+import (
+	"fmt"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+	"unicode/utf8"
+
+	"github.com/moeserve/moeserve/models/grammar"
+)
+
+// Options of a grammar.
+type Options struct {
+	// Space is the white space that may be between the parts of a value. Default: none, or one space, or up to two
+	// newlines with up to 20 spaces or tabs behind them.
+	Space grammar.Expr
+	// Compact has no white space.
+	Compact bool
+	// Open lets objects that declare properties and do not say additionalProperties have others, and values without a
+	// type be of any, as the specification has it.
+	Open bool
+}
+
+// someSpace is the default of Options.Space.
+var someSpace = grammar.Optional(grammar.Any(
+	grammar.Literal(" "),
+	grammar.Seq(grammar.Repeat(grammar.Literal("\n"), 1, 2), grammar.Repeat(grammar.Runes(' ', ' ', '\t', '\t'), 0, 20))))
+
+// Space is white space of a pattern, for Options.Space.
+func Space(pattern string) (grammar.Expr, error) {
+	e, err := grammar.Regex(pattern)
+	if err != nil {
+		return nil, err
+	}
+	// Nothing else may be between the parts of JSON.
+	other := grammar.Runes(0, '\b', '\v', '\f', 14, 31, '!', utf8.MaxRune)
+	if grammar.Overlap(e, grammar.Seq(grammar.Repeat(grammar.Runes(0, utf8.MaxRune), 0, -1), other, grammar.Repeat(grammar.Runes(0, utf8.MaxRune), 0, -1))) {
+		return nil, fmt.Errorf("it matches what is no white space of JSON")
+	}
+	return e, nil
+}
+
+// Compile returns the grammar of a schema. Errors are *Error where a part of the schema is wrong or not supported.
+func Compile(data []byte, o Options) (grammar.Expr, error) {
+	root, err := parse(data)
+	if err != nil {
+		return nil, err
+	}
+	c := newCompiler(root, o)
+	return c.value(all{{root, "#"}})
+}
+
+// Any is any value.
+func Any(o Options) grammar.Expr { return newCompiler(true, o).any() }
+
+// AnyObject is any object.
+func AnyObject(o Options) grammar.Expr {
+	e, err := newCompiler(true, o).object(&shape{types: isObject})
+	if err != nil {
+		panic("schema: any object: " + err.Error())
+	}
+	return e
+}
+
+// Member is a property of an object, for formats that do not write objects as JSON.
+type Member struct {
+	Name     string
+	Required bool
+	// Of is its values as JSON.
+	Of grammar.Expr
+	// Text: all values are strings, or null with Null; of Values, if there are any.
+	Text, Null bool
+	Values     []string
+}
+
+// Members are the properties of a schema of objects; false: there may be others, or the schema has alternatives.
+func Members(data []byte, o Options) ([]Member, bool) {
+	root, err := parse(data)
+	if err != nil {
+		return nil, false
+	}
+	c := newCompiler(root, o)
+	shapes, err := c.together(all{{root, "#"}})
+	if err != nil || len(shapes) != 1 {
+		return nil, false
+	}
+	s := shapes[0]
+	of := s.types
+	if !s.stated {
+		of &= s.implied
+	}
+	if of != isObject || s.hasEnum || !s.declares || s.hasAdditional && !slices.ContainsFunc(s.additional, func(l located) bool { return l.value == false }) {
+		return nil, false
+	}
+	members := make([]Member, len(s.properties))
+	for i, p := range s.properties {
+		m := Member{Name: p.name, Required: slices.Contains(s.required, p.name), Text: true}
+		if m.Of, err = c.value(p.of); err != nil {
+			return nil, false
+		}
+		values, err := c.together(p.of)
+		if err != nil {
+			return nil, false
+		}
+		for _, v := range values {
+			m.Text = m.Text && (v.types|isNull == isString|isNull || v.types == isNull)
+			m.Null = m.Null || v.types&isNull != 0
+			for _, x := range v.enum {
+				if t, ok := x.(string); ok && m.Text {
+					m.Values = append(m.Values, t)
+				}
+			}
+			m.Text = m.Text && (!v.hasEnum || len(values) == 1)
+		}
+		members[i] = m
+	}
+	return members, !slices.ContainsFunc(s.required, func(n string) bool { return s.property(n) < 0 })
+}
+
+// compiler makes the rules of one schema.
+type compiler struct {
+	root       any
+	o          Options
+	space      grammar.Expr
+	comma      grammar.Expr
+	rules      map[string]*grammar.Rule
+	open       map[string]bool // schemas whose alternatives are being looked for
+	everything *grammar.Rule
+	depth      int
+}
+
+func newCompiler(root any, o Options) *compiler {
+	c := &compiler{root: root, o: o, rules: map[string]*grammar.Rule{}, open: map[string]bool{}, space: o.Space}
+	switch {
+	case o.Compact:
+		c.space = grammar.Seq()
+	case c.space == nil:
+		c.space = someSpace
+	}
+	c.comma = grammar.Seq(c.space, grammar.Literal(","), c.space)
+	return c
+}
+
+// any is any value.
+func (c *compiler) any() grammar.Expr {
+	if c.everything == nil {
+		c.everything = &grammar.Rule{Name: "value"}
+		s := &shape{types: anyType, maxLength: -1, maxItems: -1}
+		e, err := c.alternative(s)
+		if err != nil {
+			panic("schema: " + err.Error())
+		}
+		c.everything.Body = e
+	}
+	return c.everything
+}
+
+// resolve finds what a $ref refers to.
+func (c *compiler) resolve(l located, ref any) (located, error) {
+	name, ok := ref.(string)
+	if !ok {
+		return l, l.fail("$ref", "it must be a string")
+	}
+	fragment, ok := strings.CutPrefix(name, "#")
+	if !ok || fragment != "" && fragment[0] != '/' {
+		return l, l.fail("$ref", "%s is not supported: only references within the schema, such as #/$defs/name, are", strconv.Quote(name))
+	}
+	fragment, err := url.PathUnescape(fragment)
+	if err != nil {
+		return l, l.fail("$ref", "%s is no JSON pointer", strconv.Quote(name))
+	}
+	at, to := c.root, located{path: "#"}
+	if fragment != "" {
+		for _, part := range strings.Split(fragment[1:], "/") {
+			part = strings.NewReplacer("~1", "/", "~0", "~").Replace(part)
+			found := false
+			switch v := at.(type) {
+			case *object:
+				at, found = v.values[part]
+			case []any:
+				if i, err := strconv.Atoi(part); err == nil && i >= 0 && i < len(v) {
+					at, found = v[i], true
+				}
+			}
+			if !found {
+				return l, l.fail("$ref", "there is no %s", strconv.Quote(name))
+			}
+			if o, ok := at.(*object); ok && o.has("$id") {
+				if _, isText := o.get("$id").(string); isText {
+					return l, l.fail("$ref", "%s is not supported: it leads into a schema with an $id of its own", strconv.Quote(name))
+				}
+			}
+			to.path = to.at(part)
+		}
+	}
+	to.value = at
+	return to, nil
+}
+
+// together is the alternatives of schemas that hold together.
+func (c *compiler) together(of all) ([]*shape, error) {
+	list := []*shape{{types: anyType, maxLength: -1, maxItems: -1}}
+	for i, l := range of {
+		others, err := c.shapes(l)
+		if err != nil {
+			return nil, err
+		}
+		if i == 0 {
+			list = others
+			continue
+		}
+		var joined []*shape
+		for _, a := range list {
+			for _, b := range others {
+				if m := merge(a, b); m != nil {
+					joined = append(joined, m)
+				}
+			}
+		}
+		if list = joined; len(list) > maxAlternatives {
+			return nil, l.fail("", "anyOf and allOf together give more than %d alternatives", maxAlternatives)
+		}
+	}
+	return list, nil
+}
+
+// value is the rule of schemas that hold together.
+func (c *compiler) value(of all) (grammar.Expr, error) {
+	if len(of) == 0 {
+		return c.any(), nil
+	}
+	paths := make([]string, len(of))
+	for i, l := range of {
+		paths[i] = l.path
+	}
+	key := strings.Join(paths, " ")
+	if r := c.rules[key]; r != nil {
+		return r, nil
+	}
+	if len(c.rules) >= maxRules {
+		return nil, of[0].fail("", "the schema has more than %d parts", maxRules)
+	}
+	r := &grammar.Rule{Name: key}
+	c.rules[key] = r
+	// A reference alone is the rule of what it refers to.
+	if o, ok := of[0].value.(*object); ok && len(of) == 1 && o.has("$ref") && !slices.ContainsFunc(o.names, func(n string) bool { return n != "$ref" && !slices.Contains(ignored, n) }) && o.get("nullable") == nil {
+		target, err := c.resolve(of[0], o.get("$ref"))
+		if err != nil {
+			return nil, err
+		}
+		if r.Body, err = c.value(all{target}); err != nil {
+			return nil, err
+		}
+		if loops(r) {
+			return nil, of[0].fail("$ref", "it refers to itself without anything in between")
+		}
+		return r, nil
+	}
+	shapes, err := c.together(of)
+	if err != nil {
+		return nil, err
+	}
+	if c.depth++; c.depth > maxDepth*4 {
+		return nil, of[0].fail("", "it is nested too deep")
+	}
+	defer func() { c.depth-- }()
+	parts := make([]grammar.Expr, len(shapes))
+	for i, s := range shapes {
+		if parts[i], err = c.alternative(s); err != nil {
+			return nil, err
+		}
+	}
+	r.Body = grammar.Any(parts...)
+	return r, nil
+}
+
+// loops says whether a rule is only itself.
+func loops(r *grammar.Rule) bool {
+	seen := map[*grammar.Rule]bool{}
+	for !seen[r] {
+		seen[r] = true
+		next, ok := r.Body.(*grammar.Rule)
+		if !ok {
+			return false
+		}
+		r = next
+	}
+	return true
+}
+
+// alternative is the texts of a shape.
+func (c *compiler) alternative(s *shape) (grammar.Expr, error) {
+	of := s.types
+	if !s.stated && s.implied != 0 && !c.o.Open && !s.hasEnum {
+		of &= s.implied
+	}
+	if s.hasEnum {
+		return c.enum(s)
+	}
+	var parts []grammar.Expr
+	if of&isNull != 0 {
+		parts = append(parts, grammar.Literal("null"))
+	}
+	if of&isBoolean != 0 {
+		parts = append(parts, grammar.Literals("true", "false"))
+	}
+	switch of & isNumber {
+	case isInteger:
+		parts = append(parts, integers(s.least, s.most))
+	case isNumber:
+		parts = append(parts, numbers(s.least, s.most))
+	}
+	for _, t := range []struct {
+		of   types
+		make func(*shape) (grammar.Expr, error)
+	}{{isString, c.string}, {isArray, c.array}, {isObject, c.object}} {
+		if of&t.of == 0 {
+			continue
+		}
+		e, err := t.make(s)
+		if err != nil {
+			return nil, err
+		}
+		parts = append(parts, e)
+	}
+	return grammar.Any(parts...), nil
+}
+
+// enum is the values of a list that fit the rest of a shape.
+func (c *compiler) enum(s *shape) (grammar.Expr, error) {
+	rest := *s
+	rest.hasEnum, rest.enum, rest.stated = false, nil, true
+	strict := newCompiler(c.root, Options{Compact: true, Open: true})
+	var fits *grammar.Grammar
+	if s.implied != 0 {
+		e, err := strict.alternative(&rest)
+		if err != nil {
+			return nil, err
+		}
+		if fits, err = grammar.New(e, nil); err != nil {
+			return grammar.Any(), nil //nolint:nilerr // nothing fits the rest
+		}
+	}
+	var texts []string
+	for _, v := range s.enum {
+		t := text(v)
+		if s.types&typeOf(v) == 0 || fits != nil && s.implied&typeOf(v) != 0 && !fits.Match(t) {
+			continue
+		}
+		texts = append(texts, t)
+	}
+	return grammar.Literals(texts...), nil
+}
+
+func (c *compiler) string(s *shape) (grammar.Expr, error) {
+	limited := s.minLength > 0 || s.maxLength >= 0
+	l := located{path: s.path}
+	switch n := len(s.patterns) + len(s.formats); {
+	case n > 1:
+		return nil, l.fail(patternOrFormat(s), "it is not supported beside another pattern or format")
+	case n == 1 && limited:
+		return nil, l.fail(patternOrFormat(s), "it is not supported beside minLength and maxLength: say the length in the pattern, as in ^.{1,20}$")
+	case len(s.formats) == 1:
+		return quoted(formats[s.formats[0]]), nil
+	case len(s.patterns) == 1:
+		p, err := grammar.ParsePattern(s.patterns[0])
+		if err != nil {
+			return nil, l.fail("pattern", "%v", err)
+		}
+		return quoted(p.Within(charsOf, anyChar)), nil
+	}
+	if s.maxLength >= 0 && s.maxLength < s.minLength {
+		return grammar.Any(), nil
+	}
+	return quoted(grammar.Repeat(anyChar, s.minLength, s.maxLength)), nil
+}
+
+func patternOrFormat(s *shape) string {
+	if len(s.patterns) > 0 {
+		return "pattern"
+	}
+	return "format"
+}
+
+func (c *compiler) array(s *shape) (grammar.Expr, error) {
+	open, end := grammar.Seq(grammar.Literal("["), c.space), grammar.Seq(c.space, grammar.Literal("]"))
+	empty := grammar.Seq(open, grammar.Literal("]"))
+	if s.maxItems >= 0 && s.maxItems < s.minItems {
+		return grammar.Any(), nil
+	}
+	if s.maxItems == 0 {
+		return empty, nil
+	}
+	item, err := c.value(s.items)
+	if err != nil {
+		return nil, err
+	}
+	first := []grammar.Expr{item}
+	if len(s.prefix) > 0 {
+		first = first[:0]
+		for _, of := range s.prefix {
+			e, err := c.value(of)
+			if err != nil {
+				return nil, err
+			}
+			first = append(first, e)
+		}
+	}
+	most := -1
+	if s.maxItems >= 0 {
+		most = max(s.maxItems-len(first), 0)
+	}
+	rest := grammar.Repeat(grammar.Seq(c.comma, item), max(s.minItems-len(first), 0), most)
+	for i := len(first) - 1; i > 0; i-- {
+		if s.maxItems >= 0 && i >= s.maxItems {
+			rest = grammar.Seq()
+			continue
+		}
+		rest = grammar.Seq(c.comma, first[i], rest)
+		if i >= s.minItems {
+			rest = grammar.Optional(rest)
+		}
+	}
+	some := grammar.Seq(open, first[0], rest, end)
+	if s.minItems > 0 {
+		return some, nil
+	}
+	return grammar.Any(empty, some), nil
+}
+
+func (c *compiler) object(s *shape) (grammar.Expr, error) {
+	closed := s.declares && !s.hasAdditional && !c.o.Open
+	properties := slices.Clone(s.properties)
+	for _, name := range s.required {
+		if s.property(name) < 0 {
+			properties = append(properties, property{name, s.additional})
+		}
+	}
+	member := func(key grammar.Expr, of all) (grammar.Expr, error) {
+		e, err := c.value(of)
+		return grammar.Seq(key, c.space, grammar.Literal(":"), c.space, e), err
+	}
+	var items []grammar.Item
+	var names []string
+	for _, p := range properties {
+		e, err := member(grammar.Literal(text(p.name)), p.of)
+		if err != nil {
+			return nil, err
+		}
+		names = append(names, p.name)
+		items = append(items, grammar.Item{Of: e, Optional: !slices.Contains(s.required, p.name)})
+	}
+	if !closed {
+		key := quoted(grammar.Repeat(anyChar, 0, -1))
+		if len(names) > 0 {
+			key = keyOther(names)
+		}
+		e, err := member(key, s.additional)
+		if err != nil {
+			return nil, err
+		}
+		items = append(items, grammar.Item{Of: e, Optional: true, Repeated: true})
+	}
+	return grammar.Seq(grammar.Literal("{"), c.space, grammar.Separated(c.comma, items...), c.space, grammar.Literal("}")), nil
+}

@@ -1,0 +1,328 @@
+package schema_test
+
+import (
+	"encoding/json"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"testing"
+
+	"github.com/santhosh-tekuri/jsonschema/v6"
+
+	"github.com/moeserve/moeserve/models/grammar"
+	"github.com/moeserve/moeserve/models/grammar/schema"
+)
+
+func TestCompile(t *testing.T) {
+	for _, c := range []struct {
+		schema  string
+		yes, no []string
+	}{
+		{`{"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a"]}`,
+			[]string{`{"a":"x"}`, `{"a": "x", "b": 1}`, "{\n  \"a\": \"\\u00e9\\n\",\n  \"b\": -12\n}"},
+			[]string{`{}`, `{"b":1}`, `{"a":1}`, `{"a":"x","c":1}`, `{"b":1,"a":"x"}`, `{"a":"x",}`, `{"a":"x"} `, "{\"a\":\"\n\"}", `{"a":"\ud800"}`}},
+		{`{"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "boolean"}}`, []string{`{"a":1,"b":true}`, `{"ab":false,"aa":true}`, `{}`}, []string{`{"b":1}`, `{"b":true,"a":1}`, `{"b":true,"\u0061":false}`}},
+		{`{"type": "array", "items": {"enum": ["x", 2]}, "minItems": 1, "maxItems": 3}`, []string{`["x"]`, `["x",2, 2]`}, []string{`[]`, `["y"]`, `["x",2,2,2]`}},
+		{`{"type": "array", "prefixItems": [{"type": "null"}, {"type": "string"}], "items": false}`, []string{`[]`, `[null]`, `[null,"x"]`}, []string{`["x"]`, `[null,"x",1]`}},
+		{`{"type": "integer", "minimum": -3, "exclusiveMaximum": 120}`, []string{"-3", "0", "7", "119", "99"}, []string{"-4", "120", "1.0", "01"}},
+		{`{"type": "number", "minimum": 0.5, "maximum": 2.25}`, []string{"0.5", "0.51", "1", "1.999", "2", "2.2", "2.25", "2.250"}, []string{"0.49", "0", "2.26", "2.251", "-1", "3"}},
+		{`{"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}`, []string{"0.1", "0.001", "0.999"}, []string{"0", "0.0", "1", "1.0", "-0.5"}},
+		{`{"type": "number", "maximum": -1.5}`, []string{"-1.5", "-2", "-1.51", "-100.25"}, []string{"-1.4", "0", "1"}},
+		{`{"type": "string", "minLength": 2, "maxLength": 3}`, []string{`"é\n"`, `"abc"`, `"\u00e9ab"`, `"😀😀"`}, []string{`"a"`, `"abcd"`}},
+		{`{"type": "string", "pattern": "^[A-Z]{2}-\\d+$"}`, []string{`"AB-1"`}, []string{`"AB-"`, `"xAB-1"`}},
+		{`{"type": "string", "pattern": "a\"b"}`, []string{`"a\"b"`, `"xa\"by"`}, []string{`"ab"`}},
+		{`{"type": "string", "format": "date"}`, []string{`"2024-02-29"`, `"2023-12-31"`}, []string{`"2023-02-29"`, `"2023-13-01"`, `"1900-02-29"`}},
+		{`{"type": "string", "format": "uri", "minLength": 1}`, []string{`"x"`}, []string{`""`}},
+		{`{"anyOf": [{"type": "string"}, {"type": "null"}], "title": "x", "default": null}`, []string{`"x"`, `null`}, []string{`1`}},
+		{`{"type": "string", "nullable": true}`, []string{`"x"`, `null`}, []string{`1`}},
+		{`{"type": ["integer", "null"]}`, []string{`1`, `null`}, []string{`1.5`}},
+		{`{"const": {"a": [1, "x"]}}`, []string{`{"a":[1,"x"]}`}, []string{`{}`}},
+		{`{"enum": [1, "a", null, 1000], "type": "integer", "maximum": 10}`, []string{`1`}, []string{`"a"`, `1000`, `null`}},
+		{`{"$defs": {"node": {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}}, "required": ["v", "next"], "additionalProperties": false}}, "$ref": "#/$defs/node"}`,
+			[]string{`{"v":1,"next":{"v":2,"next":null}}`}, []string{`{"v":1}`, `{"v":1,"next":{}}`}},
+		{`{"allOf": [{"properties": {"a": {"type": "integer"}}, "required": ["a"]}, {"properties": {"a": {"minimum": 5}, "b": {"type": "null"}}}]}`, []string{`{"a":5}`, `{"a":7,"b":null}`}, []string{`{"a":4}`, `{}`}},
+		{`{"oneOf": [{"type": "object", "properties": {"kind": {"const": "a"}, "x": {"type": "integer"}}, "required": ["kind"]}, {"type": "object", "properties": {"kind": {"const": "b"}}, "required": ["kind"]}]}`,
+			[]string{`{"kind":"a","x":1}`, `{"kind":"b"}`}, []string{`{"kind":"b","x":1}`, `{"kind":"c"}`}},
+		{`{"type": "object"}`, []string{`{}`, `{"a":{"b":[1,{"c":null}]}}`}, []string{`[]`}},
+		{`true`, []string{`1`, `"x"`, `{"a":[]}`, `-1.5e+3`}, []string{``, `nul`}},
+		{`{"required": ["a"], "type": "object"}`, []string{`{"a":1}`, `{"a":1,"b":2}`}, []string{`{}`, `{"b":1}`}},
+		{`{"type": "object", "properties": {"a/b~": {"type": "null"}}, "required": ["a/b~"]}`, []string{`{"a/b~":null}`}, nil},
+	} {
+		e, err := schema.Compile([]byte(c.schema), schema.Options{})
+		if err != nil {
+			t.Errorf("%s: %v", c.schema, err)
+			continue
+		}
+		g, err := grammar.New(e, nil)
+		if err != nil {
+			t.Errorf("%s: %v", c.schema, err)
+			continue
+		}
+		for _, s := range c.yes {
+			if !g.Match(s) {
+				t.Errorf("%s: %s is refused", c.schema, s)
+			}
+		}
+		for _, s := range c.no {
+			if g.Match(s) {
+				t.Errorf("%s: %s is accepted", c.schema, s)
+			}
+		}
+	}
+}
+
+func TestRefused(t *testing.T) {
+	for text, want := range map[string]string{
+		`{"properties": {"a/b": {"not": {}}}}`:   "not at #/properties/a~1b: it is not supported",
+		`{"if": {}, "then": {}}`:                 "if at #:",
+		`{"items": {"multipleOf": 3}}`:           "multipleOf at #/items:",
+		`{"patternProperties": {}}`:              "patternProperties at #",
+		`{"type": "object", "maxProperties": 2}`: "maxProperties",
+		`{"uniqueItems": true}`:                  "uniqueItems",
+		`{"type": "str"}`:                        `type at #: "str" is no type`,
+		`{"$ref": "#/$defs/x"}`:                  `there is no "#/$defs/x"`,
+		`{"$ref": "https://example.com/a"}`:      "only references within the schema",
+		`{"$ref": "#"}`:                          "$ref at #: it refers to itself",
+		`{"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}`: "refers to itself",
+		`{"allOf": [{"$ref": "#"}]}`:                         "refers to itself",
+		`{"oneOf": [{"type": "string"}, {"maxLength": 3}]}`:  "oneOf at #: the schemas 0 and 1 may both fit",
+		`{"type": "string", "pattern": "a", "maxLength": 3}`: "pattern at #: it is not supported beside minLength",
+		`{"type": "string", "pattern": "(?=a)"}`:             "pattern at #: lookahead",
+		`{"type": "string", "pattern": 1}`:                   "it must be a string",
+		`{"type": "array", "items": [{}]}`:                   "use prefixItems",
+		`{"minimum": "1"}`:                                   "minimum at #: it must be a number",
+		`{"maxLength": -1}`:                                  "not negative",
+		`{"enum": 1}`:                                        "it must be a list",
+		`{"anyOf": []}`:                                      "and not empty",
+		`[]`:                                                 "a schema must be an object",
+		`{`:                                                  "not valid JSON",
+		`{} {}`:                                              "more behind the schema",
+		strings.Repeat(`{"items":`, 200) + `{}` + strings.Repeat(`}`, 200): "nested more than",
+	} {
+		_, err := schema.Compile([]byte(text), schema.Options{})
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%.80s: %v, want an error with %q", text, err, want)
+		}
+	}
+	e, err := schema.Compile([]byte(`{"type": "string", "maxLength": 100000}`), schema.Options{})
+	if err == nil {
+		_, err = grammar.New(e, nil)
+	}
+	if err == nil || !strings.Contains(err.Error(), "too many states") {
+		t.Errorf("%v, want too many states", err)
+	}
+}
+
+func TestSpace(t *testing.T) {
+	for pattern, ok := range map[string]bool{`[ \n]?`: true, ``: true, `\t{0,3}`: true, `x?`: false, `.*`: false, `\s*`: false, `[ \n\t\r]*`: true, `(`: false} {
+		if _, err := schema.Space(pattern); (err == nil) != ok {
+			t.Errorf("%s: %v", pattern, err)
+		}
+	}
+	space, _ := schema.Space(` {2}`)
+	for _, c := range []struct {
+		o    schema.Options
+		text string
+		want bool
+	}{
+		{schema.Options{Compact: true}, `{"a":[1,2]}`, true},
+		{schema.Options{Compact: true}, `{"a": [1,2]}`, false},
+		{schema.Options{Space: space}, `{  "a"  :  [  1  ,  2  ]  }`, true},
+		{schema.Options{Space: space}, `{"a":[1,2]}`, false},
+		{schema.Options{}, strings.Repeat(" ", 2) + `{}`, false},
+	} {
+		g, err := grammar.New(schema.AnyObject(c.o), nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := g.Match(c.text); got != c.want {
+			t.Errorf("%+v: %s: %v", c.o, c.text, got)
+		}
+	}
+}
+
+// random schemas of all constructs.
+func random(r *rand.Rand, depth int) map[string]any {
+	s := map[string]any{}
+	pick := func(values ...any) any { return values[r.IntN(len(values))] }
+	maybe := func(f func()) {
+		if r.IntN(2) == 0 {
+			f()
+		}
+	}
+	n := 13
+	if depth == 0 {
+		n = 8
+	}
+	switch r.IntN(n) {
+	case 0:
+		s["type"] = "integer"
+		maybe(func() { s["minimum"] = r.IntN(2000) - 1000 })
+		maybe(func() { s["maximum"] = 1000 + r.IntN(100000) })
+	case 1:
+		s["type"] = "number"
+		maybe(func() { s[pick("minimum", "exclusiveMinimum").(string)] = float64(r.IntN(20000)-10000) / 64 })
+		maybe(func() { s[pick("maximum", "exclusiveMaximum").(string)] = 157 + float64(r.IntN(10000))/64 })
+	case 2:
+		s["type"] = "string"
+		maybe(func() { s["minLength"] = r.IntN(5) })
+		maybe(func() { s["maxLength"] = 5 + r.IntN(10) })
+	case 3:
+		s["type"], s["pattern"] = "string", pick("^[a-z]+$", "x.y", "^(a|b\"|\\\\)*$", "[0-9]{3}$", "^\\S{2}", "é+")
+	case 4:
+		s["type"], s["format"] = "string", pick("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid")
+	case 5:
+		s["enum"] = []any{pick("a", "é\"", 1), 2, nil, true, pick([]any{1, "x"}, map[string]any{"k": 1.5})}
+	case 6:
+		s["type"] = pick("boolean", "null", []any{"string", "null"}, []any{"integer", "boolean"})
+	case 7:
+		s["const"] = pick("c", 3, false)
+	case 8, 9:
+		s["type"] = "object"
+		properties, required := map[string]any{}, []any{}
+		for i := range r.IntN(5) {
+			name := fmt.Sprintf("%c%d", 'a'+r.IntN(3), i)
+			properties[name] = random(r, depth-1)
+			maybe(func() { required = append(required, name) })
+		}
+		s["properties"], s["required"] = properties, required
+		maybe(func() { s["additionalProperties"] = pick(false, true, random(r, depth-1)) })
+	case 10:
+		s["type"], s["items"] = "array", random(r, depth-1)
+		maybe(func() { s["minItems"] = r.IntN(3) })
+		maybe(func() { s["maxItems"] = 3 + r.IntN(3) })
+		maybe(func() { s["prefixItems"] = []any{random(r, depth-1), random(r, depth-1)} })
+	case 11:
+		s["anyOf"] = []any{random(r, depth-1), random(r, depth-1)}
+	case 12:
+		s["allOf"] = []any{random(r, depth-1), map[string]any{"type": []any{"object", "array", "string", "integer"}}}
+	}
+	return s
+}
+
+// alphabet is a vocabulary of bytes, and of tokens like those of real ones.
+var alphabet, alphabetText = func() (*grammar.Vocabulary, []string) {
+	var tokens []grammar.Token
+	var texts []string
+	add := func(text string) {
+		texts = append(texts, text)
+		tokens = append(tokens, grammar.Token{ID: int32(len(tokens)), Text: text, First: text})
+	}
+	for b := range 256 {
+		add(string([]byte{byte(b)}))
+	}
+	for _, t := range strings.Split(`{"|":|": |", "|","|"}|}}|]}|[{|[[|],|},|{}|[]|null|true|false|"a|a0|b1|": "|\"|\\|\u00|00|12|.5|-1|-0|e+|é|日本|  |, |: |"}]|"],|-02|T0|:0|Z"|@a|::`, "|") {
+		add(t)
+	}
+	return grammar.NewVocabulary(len(tokens), tokens), texts
+}()
+
+// write lets a source of random numbers write a text of a grammar. Late it prefers what ends the text.
+func write(r *rand.Rand, g *grammar.Grammar) (text string, ok bool) {
+	m := g.Matcher()
+	var b strings.Builder
+	for n := range 4000 {
+		if m.Ended() || m.MayEnd() && r.IntN(4) == 0 {
+			return b.String(), true
+		}
+		bits := m.Mask()
+		var ids []int32
+		for id := range int32(len(alphabetText)) {
+			if bits[id/32]>>(id%32)&1 != 0 {
+				ids = append(ids, id)
+			}
+		}
+		id := ids[r.IntN(len(ids))]
+		if n > 200 {
+			for _, closing := range `"}],:0` {
+				if bits[closing/32]>>(closing%32)&1 != 0 {
+					id = closing
+					break
+				}
+			}
+		}
+		m.Accept(id)
+		b.WriteString(alphabetText[id])
+	}
+	return b.String(), false
+}
+
+// TestRandom has random schemas write random texts, which a validator of others judges.
+func TestRandom(t *testing.T) {
+	r := rand.New(rand.NewPCG(7, 8))
+	schemas, texts := 0, 0
+	for range 400 {
+		data, err := json.Marshal(random(r, 3))
+		if err != nil {
+			t.Fatal(err)
+		}
+		n, err := check(r, data, schema.Options{}, 12)
+		if err != nil {
+			t.Fatalf("%s: %v", data, err)
+		}
+		if n > 0 {
+			schemas++
+			texts += n
+		}
+	}
+	if schemas < 250 {
+		t.Errorf("only %d schemas of 400 were tried", schemas)
+	}
+	t.Logf("%d texts of %d schemas", texts, schemas)
+}
+
+// check has a schema write texts, and validates them; 0: the schema is refused, or nothing fits it.
+func check(r *rand.Rand, data []byte, o schema.Options, texts int) (int, error) {
+	e, err := schema.Compile(data, o)
+	if err != nil {
+		return 0, nil //nolint:nilerr // refused
+	}
+	g, err := grammar.New(e, alphabet)
+	if err != nil {
+		return 0, nil //nolint:nilerr // refused
+	}
+	document, err := jsonschema.UnmarshalJSON(strings.NewReader(string(data)))
+	if err != nil {
+		return 0, err
+	}
+	c := jsonschema.NewCompiler()
+	c.AssertFormat()
+	c.DefaultDraft(jsonschema.Draft2020)
+	if err := c.AddResource("schema.json", document); err != nil {
+		return 0, err
+	}
+	validator, err := c.Compile("schema.json")
+	if err != nil {
+		return 0, nil //nolint:nilerr // what the validator refuses cannot be judged
+	}
+	done := 0
+	for range texts {
+		text, ok := write(r, g)
+		if !ok {
+			continue
+		}
+		done++
+		v, err := jsonschema.UnmarshalJSON(strings.NewReader(text))
+		if err != nil {
+			return done, fmt.Errorf("%q is not JSON: %w", text, err)
+		}
+		if err := json.Unmarshal([]byte(text), new(any)); err != nil {
+			return done, fmt.Errorf("%q is not JSON for encoding/json: %w", text, err)
+		}
+		if err := validator.Validate(v); err != nil {
+			return done, fmt.Errorf("%q is not valid: %w", text, err)
+		}
+	}
+	return done, nil
+}
+
+func FuzzCompile(f *testing.F) {
+	f.Add([]byte(`{"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": {"type": "number", "minimum": 1.5}}`), uint64(1))
+	f.Add([]byte(`{"anyOf": [{"type": "string", "pattern": "a+"}, {"type": "array", "prefixItems": [{}], "items": {"const": 1}}]}`), uint64(2))
+	f.Add([]byte(`{"allOf": [{"enum": [1, 2.0]}, {"type": "integer"}], "oneOf": [{"maximum": 1}, {"minimum": 2}]}`), uint64(3))
+	f.Fuzz(func(t *testing.T, data []byte, seed uint64) {
+		if _, err := check(rand.New(rand.NewPCG(seed, 1)), data, schema.Options{Open: seed%2 == 0}, 3); err != nil {
+			t.Fatalf("%s: %v", data, err)
+		}
+	})
+}

@@ -1,0 +1,154 @@
+package schema
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"unicode/utf8"
+
+	"github.com/moeserve/moeserve/models/grammar"
+)
+
+// hex4 is the digits of \u that are no half of a surrogate pair.
+var hex4 = func() grammar.Expr {
+	hex := grammar.Runes('0', '9', 'a', 'f', 'A', 'F')
+	return grammar.Any(
+		grammar.Seq(grammar.Runes('0', '9', 'a', 'c', 'e', 'f', 'A', 'C', 'E', 'F'), grammar.Repeat(hex, 3, 3)),
+		grammar.Seq(grammar.Runes('d', 'd', 'D', 'D'), grammar.Runes('0', '7'), grammar.Repeat(hex, 2, 2)))
+}()
+
+// anyChar is one character of a JSON string. All can be written by themselves or by these escapes.
+var anyChar = grammar.Any(
+	grammar.Runes(' ', '!', '#', '[', ']', utf8.MaxRune),
+	grammar.Seq(grammar.Literal(`\`), grammar.Any(grammar.Runes('"', '"', '\\', '\\', 'b', 'b', 'f', 'f', 'n', 'n', 'r', 'r', 't', 't'), grammar.Seq(grammar.Literal("u"), hex4))))
+
+// plainChar is one that needs no escape.
+var plainChar = grammar.Runes(' ', '!', '#', '[', ']', utf8.MaxRune)
+
+// charsOf is a character of these ranges in a JSON string, in one way of writing it.
+func charsOf(ranges ...rune) grammar.Expr {
+	var plain []rune
+	var parts []grammar.Expr
+	for i := 0; i < len(ranges); i += 2 {
+		lo, hi := ranges[i], ranges[i+1]
+		for ; lo <= hi && lo <= '\\'; lo++ {
+			switch short := strings.IndexRune("\b\f\n\r\t\"\\", lo); {
+			case short >= 0:
+				parts = append(parts, grammar.Literal(`\`+`bfnrt"\`[short:short+1]))
+			case lo < ' ':
+				parts = append(parts, grammar.Literal(fmt.Sprintf(`\u%04x`, lo)))
+			default:
+				plain = append(plain, lo, lo)
+			}
+		}
+		if lo <= hi {
+			plain = append(plain, lo, hi)
+		}
+	}
+	return grammar.Any(append(parts, grammar.Runes(plain...))...)
+}
+
+func quoted(e grammar.Expr) grammar.Expr {
+	return grammar.Seq(grammar.Literal(`"`), e, grammar.Literal(`"`))
+}
+
+// formats that are asserted. The others are annotations, as the specification has it.
+var formats = func() map[string]grammar.Expr {
+	const (
+		year     = `[0-9]{4}`
+		leap     = `([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)`
+		date     = `(` + year + `-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))|` + leap + `-02-29)`
+		time     = `([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])`
+		byteOf   = `(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])`
+		label    = `[A-Za-z0-9]{1,15}(-[A-Za-z0-9]{1,15}){0,2}` // without --, which marks other alphabets
+		hostname = label + `(\.` + label + `){0,4}`
+		h        = `[0-9a-fA-F]{1,4}`
+		clock    = `T([0-9]{1,4}H([0-9]{1,4}M([0-9]{1,4}S)?)?|[0-9]{1,4}M([0-9]{1,4}S)?|[0-9]{1,4}S)`
+		days     = `([0-9]{1,4}Y([0-9]{1,4}M([0-9]{1,4}D)?)?|[0-9]{1,4}M([0-9]{1,4}D)?|[0-9]{1,4}D)`
+	)
+	v6 := []string{`(` + h + `:){7}` + h, `::`}
+	for left := 0; left <= 6; left++ {
+		for right := 0; left+right <= 7; right++ {
+			if left+right == 0 {
+				continue
+			}
+			l, r := "", ""
+			if left > 0 {
+				l = h + `(:` + h + fmt.Sprintf(`){%d}`, left-1)
+			}
+			if right > 0 {
+				r = h + `(:` + h + fmt.Sprintf(`){%d}`, right-1)
+			}
+			v6 = append(v6, l+`::`+r)
+		}
+	}
+	all := map[string]grammar.Expr{}
+	for name, pattern := range map[string]string{
+		"date": date, "time": time, "date-time": date + `T` + time,
+		"duration": `P(` + days + `(` + clock + `)?|` + clock + `|[0-9]{1,4}W)`,
+		"email":    `[A-Za-z0-9!#$%&'*+/=?^_{|}~-]{1,20}(\.[A-Za-z0-9!#$%&'*+/=?^_{|}~-]{1,20}){0,2}@` + hostname,
+		"hostname": hostname,
+		"ipv4":     byteOf + `(\.` + byteOf + `){3}`,
+		"ipv6":     strings.Join(v6, "|"),
+		"uuid":     `[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}`,
+	} {
+		p, err := grammar.ParsePattern(pattern)
+		if err != nil {
+			panic("schema: format " + name + ": " + err.Error())
+		}
+		all[name] = &grammar.Rule{Name: "format " + name, Body: p.Whole(charsOf)}
+	}
+	return all
+}()
+
+// keyOther is a key that is none of some names, written without escapes.
+func keyOther(names []string) grammar.Expr {
+	type level struct {
+		next map[rune]*level
+		name bool
+	}
+	root := &level{next: map[rune]*level{}}
+	for _, n := range names {
+		at := root
+		for _, r := range n {
+			if at.next[r] == nil {
+				at.next[r] = &level{next: map[rune]*level{}}
+			}
+			at = at.next[r]
+		}
+		at.name = true
+	}
+	rest := grammar.Repeat(plainChar, 0, -1)
+	var expr func(at *level) grammar.Expr
+	expr = func(at *level) grammar.Expr {
+		others := []rune{' ', '!', '#', '[', ']', utf8.MaxRune}
+		var parts []grammar.Expr
+		if !at.name {
+			parts = append(parts, grammar.Seq())
+		}
+		for _, r := range slices.Sorted(maps.Keys(at.next)) {
+			next := at.next[r]
+			if r >= ' ' && r != '"' && r != '\\' {
+				parts = append(parts, grammar.Seq(grammar.Literal(string(r)), &grammar.Rule{Name: "key", Body: expr(next)}))
+			}
+			others = without(others, r)
+		}
+		return grammar.Any(append(parts, grammar.Seq(grammar.Runes(others...), rest))...)
+	}
+	return quoted(expr(root))
+}
+
+// without returns ranges without a character.
+func without(ranges []rune, r rune) []rune {
+	var out []rune
+	for i := 0; i < len(ranges); i += 2 {
+		if lo, hi := ranges[i], min(ranges[i+1], r-1); lo <= hi {
+			out = append(out, lo, hi)
+		}
+		if lo, hi := max(ranges[i], r+1), ranges[i+1]; lo <= hi {
+			out = append(out, lo, hi)
+		}
+	}
+	return out
+}
