@@ -390,7 +390,7 @@ def _():
         equal((kind, asyncio.run(streamed())), (kind, BALL_IS))
 
 
-@does("openai-agents", "function tools are told to the model")
+@does("openai-agents", "function tools go with the conversation")
 def _():
     import agents
 
