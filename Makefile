@@ -6,7 +6,7 @@ VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
 LDFLAGS := -s -w -X main.version=$(VERSION)
 GOLANGCI := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 
-.PHONY: build preload test race lint fmt fuzz soak hammer score load simulate openai deploy bench memory clean
+.PHONY: build preload test race lint fmt fuzz soak hammer score load simulate openai clients deploy bench memory clean
 
 build:            ## the binary: with CUDA where gcc and a cuda.h are, else for the CPU alone
 	@if [ -n "$(NO_CUDA)" ] || ! $(MAKE) -s cuda-available; then \
@@ -50,6 +50,17 @@ openai:           ## the official clients of the OpenAI API; PYTHON needs the pa
 	cd tests/openai && $(GO) test -count=1 ./...
 	@mkdir -p build && $(GO) build -o build/moeserve-openai ./cmd/moeserve
 	$(PYTHON) tests/openai/python_check.py build/moeserve-openai
+
+CLIENTS ?= build/clients
+clients:          ## client software of others, which is installed in CLIENTS (13 GB; NAMES='openai litellm' runs some); writes docs/reference/clients.md
+	@mkdir -p $(CLIENTS)/js
+	@test -d $(CLIENTS)/python || $(PYTHON) -m venv $(CLIENTS)/python
+	@test -d $(CLIENTS)/guidellm || $(PYTHON) -m venv $(CLIENTS)/guidellm
+	$(CLIENTS)/python/bin/pip install -q -r tests/clients/requirements.txt
+	$(CLIENTS)/guidellm/bin/pip install -q guidellm==0.8.1
+	cp tests/clients/package.json tests/clients/check.mjs $(CLIENTS)/js && cd $(CLIENTS)/js && npm install --silent --no-audit --no-fund
+	$(GO) build -o $(CLIENTS)/moeserve ./cmd/moeserve
+	CLIENTS=$(abspath $(CLIENTS)) $(CLIENTS)/python/bin/python tests/clients/check.py $(CLIENTS)/moeserve docs/reference/clients.md $(NAMES)
 
 GORELEASER := github.com/goreleaser/goreleaser/v2@v2.15.1
 deploy:           ## deploy/ before the tools that read it: Prometheus' parsers, Helm's lint and templates, goreleaser's check; minutes the first time

@@ -143,3 +143,17 @@ func TestGPUSameTwice(t *testing.T) {
 		}
 	}
 }
+
+// TestGPUPromptLogProbs holds the log-probabilities of prompts to the reference, as TestPromptLogProbs does,
+// as near as bfloat16 activations are.
+func TestGPUPromptLogProbs(t *testing.T) {
+	for _, model := range []string{"qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "phimoe"} {
+		t.Run(model, func(t *testing.T) {
+			n := openOnGPU(t, func(s *configs.Settings) {
+				s.Model.Name = fixtures.Dir(t, model)
+				s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs = 50, 7
+			})
+			testPromptLogProbs(t, n, model, 0.15)
+		})
+	}
+}

@@ -741,6 +741,17 @@ func TestNoNumbers(t *testing.T) {
 			t.Errorf("a stream: %d %s", got.status, got.body)
 		}
 	}
+	for _, c := range []struct{ path, body, kind, last string }{
+		{messagesPath, `{"max_tokens": 8, "messages": [{"role": "user", "content": "x"}]`, `"type":"api_error"`, "event: error\n"},
+		{responsesPath, `{"max_output_tokens": 8, "input": "x"`, `"code":"server_error"`, "event: response.failed\n"},
+	} {
+		got := h.send(http.MethodPost, c.path, c.body+`, "temperature": 0, "stream": true, "logit_bias": {"500": 100}}`)
+		events := strings.Split(strings.TrimSpace(got.body), "\n\n")
+		last := events[len(events)-1]
+		if got.status != http.StatusOK || len(events) < 3 || !strings.HasPrefix(last, c.last) || !strings.Contains(last, c.kind) || !strings.Contains(last, "no token can be sampled") {
+			t.Errorf("%s: %d %s", c.path, got.status, got.body)
+		}
+	}
 	type text struct{ Choices []struct{ Text string } }
 	if got := h.post("/v1/completions", body("[1, 2, 3]", "")); decode[text](t, got).Choices[0] != decode[text](t, want).Choices[0] {
 		t.Errorf("afterwards: %s, before: %s", got, want)

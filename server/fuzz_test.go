@@ -71,13 +71,21 @@ func fuzz(f *testing.F, path string, seeds ...string) {
 		r.Header.Set("Content-Type", "application/json")
 		s.ServeHTTP(w, r)
 		switch a := (answer{w.Code, w.Header(), w.Body.String()}); {
+		case (w.Code == http.StatusBadRequest || w.Code == http.StatusNotFound) && path == "/v1/messages":
+			if e := decode[map[string]any](t, a.body); e["type"] != "error" {
+				t.Errorf("%s", a.body)
+			}
 		case w.Code == http.StatusBadRequest || w.Code == http.StatusNotFound:
 			failed(t, a)
 		case w.Code != http.StatusOK:
 			t.Errorf("status %d: %s", w.Code, w.Body)
 		case w.Header().Get("Content-Type") == "text/event-stream":
 			events, err := readEvents(w.Body)
-			if err != nil || len(events) < 2 || events[len(events)-1] != "[DONE]" {
+			last := map[string]string{"/v1/messages": "message_stop", "/v1/responses": "response.completed"}[path]
+			if last == "" {
+				last = "[DONE]"
+			}
+			if err != nil || len(events) < 2 || !strings.Contains(strings.ReplaceAll(events[len(events)-1], "incomplete", "completed"), last) {
 				t.Errorf("events %q, %v", events, err)
 			}
 		default:
@@ -94,6 +102,7 @@ func FuzzCompletions(f *testing.F) {
 		`{"prompt": [[1], [2]], "stop": ["a", "b"], "seed": -1, "logit_bias": {"5": -100}, "stop_token_ids": [0], "ignore_eos": true}`,
 		`{"prompt": "\ud800\u0000", "model": "tiny", "user": null, "suffix": "", "response_format": {"type": "text"}, "stop": "x"}`,
 		`{"prompt": 1e999, "max_tokens": 1e30, "n": 99999999999, "temperature": "hot"}`,
+		`{"prompt": ["x y", [1, 2]], "echo": true, "logprobs": 2, "prompt_logprobs": 1, "max_tokens": 0, "bad_words": ["a b", " c"], "allowed_token_ids": [3, 4]}`,
 		`{"prompt": "x", "presence_penalty": 2, "frequency_penalty": -2.0, "repetition_penalty": 1.5, "unknown": [[]]}`,
 	)
 }
@@ -116,5 +125,26 @@ func FuzzTokenize(f *testing.F) {
 		`{"prompt": "a é 中", "add_special_tokens": false, "return_token_strs": true, "model": "tiny"}`,
 		`{"messages": [{"role": "user", "content": " 1+2= "}], "return_token_strs": true}`,
 		`{"tokens": [1, 2]}`,
+	)
+}
+
+func FuzzMessages(f *testing.F) {
+	fuzz(f, "/v1/messages",
+		`{"model": "tiny", "max_tokens": 3, "messages": [{"role": "user", "content": "1+2="}], "temperature": 0, "stream": true}`,
+		`{"max_tokens": 3, "system": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}], "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "stop_sequences": ["b"]}`,
+		`{"max_tokens": 3, "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": [{"type": "thinking", "thinking": "h", "signature": ""}, {"type": "tool_use", "id": "a", "name": "f", "input": {"a": 1}}]}, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "x"}]}, {"type": "text", "text": "y"}]}]}`,
+		`{"max_tokens": 3, "messages": [{"role": "user", "content": "a"}], "tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "any", "disable_parallel_tool_use": true}, "stream": true}`,
+		`{"max_tokens": 3, "messages": [{"role": "user", "content": null}], "thinking": {"type": "enabled", "budget_tokens": 1024}, "output_config": {"effort": "low"}, "metadata": {}}`,
+		`{"max_tokens": 3, "messages": [{"role": "assistant", "content": []}, {"role": "user", "content": [[]]}], "system": null, "tools": [{"type": "x"}]}`,
+	)
+}
+
+func FuzzResponses(f *testing.F) {
+	fuzz(f, "/v1/responses",
+		`{"model": "tiny", "input": "1+2=", "temperature": 0, "stream": true, "max_output_tokens": 2}`,
+		`{"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}, {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "h"}]}, {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}, {"type": "function_call_output", "call_id": "a", "output": "x"}], "instructions": "b"}`,
+		`{"input": "a", "tools": [{"type": "function", "name": "f", "parameters": {}, "strict": null}], "tool_choice": {"type": "function", "name": "f"}, "parallel_tool_calls": false, "stream": true}`,
+		`{"input": [], "text": {"format": {"type": "text"}, "verbosity": "medium"}, "reasoning": {"effort": "low", "summary": "auto"}, "include": ["reasoning.encrypted_content"], "store": true}`,
+		`{"input": [{"type": "item_reference", "id": "x"}], "metadata": {"a": [1]}, "tool_choice": "required", "previous_response_id": null}`,
 	)
 }

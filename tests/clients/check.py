@@ -8,6 +8,7 @@ page is as the clients are.
 """
 
 import asyncio
+import glob
 import importlib.metadata
 import json
 import math
@@ -389,7 +390,7 @@ def _():
         equal((kind, asyncio.run(streamed())), (kind, BALL_IS))
 
 
-@does("openai-agents", "function tools are told to the model")
+@does("openai-agents", "function tools go with the conversation")
 def _():
     import agents
 
@@ -496,6 +497,22 @@ def program(client, *command, env=None):
     return r.stdout
 
 
+@does("guidellm", "a benchmark of chats, streamed")
+def _():
+    tokenizer = os.path.join(ROOT, "testdata", "fixtures", "qwen3_moe")
+    with tempfile.TemporaryDirectory() as dir:
+        out = os.path.join(dir, "out.json")
+        program(
+            "guidellm", "bin/guidellm", "run", "--backend", f"kind=openai_http,target={TOOLS},model=with-tools,api_key={KEY}",
+            "--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=6",
+            "--tokenizer", f"kind=huggingface_auto,model={tokenizer}", "--data", "kind=synthetic_text,prompt_tokens=24,output_tokens=8",
+            "--output", f"kind=json,path={out}", "--disable-progress",
+        )
+        with open(out) as f:
+            b = json.load(f)["benchmarks"][0]
+    equal(b["scheduler_metrics"]["requests_made"], {"successful": 6, "errored": 0, "incomplete": 0, "total": 6})
+
+
 JS = {
     "openai (npm)": "chat, stream, completions, responses, streamed too",
     "@anthropic-ai/sdk (npm)": "messages, streamed too, count_tokens",
@@ -511,6 +528,9 @@ def version(client):
     if name != client:
         with open(os.path.join(PROGRAMS, "js", "node_modules", name, "package.json")) as f:
             return json.load(f)["version"]
+    if os.path.isdir(site := os.path.join(PROGRAMS, client, "lib")):
+        found = importlib.metadata.distributions(path=glob.glob(os.path.join(site, "*", "site-packages")))
+        return next(d.version for d in found if d.name == client)
     return importlib.metadata.version({"pydantic-ai": "pydantic-ai-slim", "lm-eval": "lm_eval"}.get(name, name))
 
 
