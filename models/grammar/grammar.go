@@ -43,8 +43,13 @@ func New(root Expr, v *Vocabulary) (*Grammar, error) {
 // Nodes is the size of the grammar's automata.
 func (g *Grammar) Nodes() int { return len(g.a.nodes) }
 
-// Words is that of the vocabulary.
-func (g *Grammar) Words() int { return g.v.words }
+// Words is that of the vocabulary; 0: there is none.
+func (g *Grammar) Words() int {
+	if g.v == nil {
+		return 0
+	}
+	return g.v.words
+}
 
 // Match reports whether a text fits the grammar.
 func (g *Grammar) Match(text string) bool { return g.a.run(g.a.start(), text).ends }
