@@ -3,6 +3,7 @@ package grammar
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 )
 
@@ -14,6 +15,7 @@ const (
 	maxFragments = 1 << 18 // states of the automata before they are made deterministic
 	maxNodes     = 1 << 16 // states of the deterministic ones
 	maxNesting   = 1 << 10 // of expressions
+	maxWork      = 1 << 26 // states that are looked at
 	// inlineSize is the maximum size of a rule that is copied to where it is called: tokens that leave a rule cost more.
 	inlineSize = 512
 )
@@ -43,7 +45,15 @@ type compiler struct {
 	sizes  map[*Rule]int // of those that are inlined; 0: being measured, -1: not inlined
 	nfa    []fragment
 	depth  int
+	work   int
 	err    error
+}
+
+// spend counts states that are looked at.
+func (c *compiler) spend(states int) {
+	if c.work += states; c.work > maxWork {
+		c.fail(ErrTooLarge)
+	}
 }
 
 // fragment is a state of an automaton that is not deterministic.
@@ -229,6 +239,7 @@ func (c *compiler) join(edges []edge, marks []bool, intern func([]int32) int32) 
 	if len(edges) == 0 {
 		return nil
 	}
+	c.spend(len(edges))
 	bounds := make([]int, 0, 2*len(edges))
 	for _, e := range edges {
 		bounds = append(bounds, int(e.lo), int(e.hi)+1)
@@ -280,6 +291,7 @@ func (c *compiler) closure(from []int32, marks []bool) []int32 {
 	for _, s := range visited {
 		marks[s] = false
 	}
+	c.spend(len(visited))
 	slices.Sort(set)
 	return set
 }
@@ -406,8 +418,9 @@ func (c *compiler) separated(e *separated, from, to int32) {
 // prune removes what leads to no end.
 func (c *compiler) prune() error {
 	ends := make([]bool, len(c.nodes))
-	for changed := true; changed; {
+	for changed := true; changed && c.err == nil; {
 		changed = false
+		c.spend(len(c.nodes))
 		for i := len(c.nodes) - 1; i >= 0; i-- {
 			n := &c.nodes[i]
 			if ends[i] {
@@ -418,6 +431,9 @@ func (c *compiler) prune() error {
 				ends[i], changed = true, true
 			}
 		}
+	}
+	if c.err != nil {
+		return c.err
 	}
 	if !ends[0] {
 		return errors.New("no text fits it")
@@ -436,11 +452,13 @@ func (c *compiler) leftRecursion() error {
 	for r, at := range c.starts {
 		names[at] = r.Name
 	}
-	// nullable rules can be called without reading anything.
+	// nullable rules can be called without reading anything. Callees mostly come behind their callers.
+	starts := slices.Sorted(maps.Keys(names))
+	slices.Reverse(starts)
 	nullable := map[int32]bool{}
-	for changed := true; changed; {
+	for changed := true; changed && c.err == nil; {
 		changed = false
-		for at := range names {
+		for _, at := range starts {
 			if !nullable[at] && c.reads(at, nullable, nil) {
 				nullable[at], changed = true, true
 			}
@@ -465,7 +483,10 @@ func (c *compiler) leftRecursion() error {
 		state[at] = done
 		return err
 	}
-	for at := range names {
+	for _, at := range starts {
+		if c.err != nil {
+			return c.err
+		}
 		if state[at] != 0 {
 			continue
 		}
@@ -482,6 +503,7 @@ func (c *compiler) reads(start int32, nullable map[int32]bool, visit func(call))
 	for work := []int32{start}; len(work) > 0; {
 		n := &c.nodes[work[0]]
 		work = work[1:]
+		c.spend(16 + len(n.calls)) // maps are slower than lists
 		ends = ends || n.accept
 		for _, k := range n.calls {
 			if visit != nil {

@@ -3,6 +3,7 @@ package grammar
 import (
 	"errors"
 	"slices"
+	"sync"
 	"sync/atomic"
 )
 
@@ -12,6 +13,7 @@ type Grammar struct {
 	v *Vocabulary
 	// alone are the masks of nodes, by node; firstMask is that before the first token.
 	alone     []atomic.Pointer[nodeMask]
+	computing [64]sync.Mutex // of the masks of nodes, by node: sequences that begin alike need the same ones at the same time
 	firstMask atomic.Pointer[mask]
 	maskBytes atomic.Int64
 }
@@ -43,8 +45,13 @@ func New(root Expr, v *Vocabulary) (*Grammar, error) {
 // Nodes is the size of the grammar's automata.
 func (g *Grammar) Nodes() int { return len(g.a.nodes) }
 
-// Words is that of the vocabulary.
-func (g *Grammar) Words() int { return g.v.words }
+// Words is that of the vocabulary; 0: there is none.
+func (g *Grammar) Words() int {
+	if g.v == nil {
+		return 0
+	}
+	return g.v.words
+}
 
 // Match reports whether a text fits the grammar.
 func (g *Grammar) Match(text string) bool { return g.a.run(g.a.start(), text).ends }
@@ -191,6 +198,12 @@ func (g *Grammar) maskOf(s *state) *mask {
 // maskAlone is what one node decides.
 func (g *Grammar) maskAlone(n int32) *nodeMask {
 	if m := g.alone[n].Load(); m != nil {
+		return m
+	}
+	l := &g.computing[int(n)%len(g.computing)]
+	l.Lock()
+	defer l.Unlock()
+	if m := g.alone[n].Load(); m != nil { // meanwhile
 		return m
 	}
 	m := &nodeMask{bits: g.newMask()}

@@ -6,6 +6,7 @@ import (
 	"math/rand/v2"
 	"regexp"
 	"strings"
+	"sync"
 	"testing"
 )
 
@@ -164,8 +165,9 @@ func TestRefused(t *testing.T) {
 		"root ::= a \"x\"\na ::= b? root | \"a\"\nb ::= \"b\"": "begins with itself",
 		"root ::= \"a\" root":                                  "no text fits",
 		"root ::= \"\"":                                        "only the empty text",
-		"root ::= ([a-z]{1,50} \" \"){5000}":                   "too many states",
-		"root ::= [ab]* \"a\" [ab]{20}":                        "too many states",
+		"root ::= [a-z]{0,10000} \"\"{10000} \"\"{10000} \"\"{10000} \"z\"": "too many states",
+		"root ::= ([a-z]{1,50} \" \"){5000}":                                "too many states",
+		"root ::= [ab]* \"a\" [ab]{20}":                                     "too many states",
 	} {
 		e, err := ParseGBNF(text)
 		if err == nil {
@@ -310,6 +312,48 @@ func TestFlushed(t *testing.T) {
 	if !m.Ended() {
 		t.Error("the text has not ended")
 	}
+}
+
+// TestConcurrentMasks: matchers of one grammar in several goroutines have the masks that one alone has.
+func TestConcurrentMasks(t *testing.T) {
+	v := bytesAnd("ab", "((", "))", "a)", "),(")
+	e, err := ParseGBNF("root ::= \"(\" (root (\",\" root)*)? \")\" | [a-z]{1,20}")
+	if err != nil {
+		t.Fatal(err)
+	}
+	want, err := New(e, v)
+	if err != nil {
+		t.Fatal(err)
+	}
+	g, err := New(e, v)
+	if err != nil {
+		t.Fatal(err)
+	}
+	texts := []string{"((ab),(c,(d)))", "abcdefgh", "(a,b,c,(((x))))", "()"}
+	masks := map[string]string{}
+	for _, text := range texts {
+		m := want.Matcher()
+		for i := range text {
+			masks[text[:i]] = fmt.Sprint(m.Mask())
+			m.Accept(int32(text[i]))
+		}
+	}
+	var all sync.WaitGroup
+	for i := range 16 {
+		all.Go(func() {
+			text := texts[i%len(texts)]
+			m := g.Matcher()
+			for i := range text {
+				if got := fmt.Sprint(m.Mask()); got != masks[text[:i]] {
+					t.Errorf("behind %q the mask differs", text[:i])
+				}
+				if !m.Accept(int32(text[i])) {
+					t.Errorf("%q is refused at %d", text, i)
+				}
+			}
+		})
+	}
+	all.Wait()
 }
 
 func FuzzFrontEnds(f *testing.F) {

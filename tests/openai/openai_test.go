@@ -19,6 +19,7 @@ import (
 	"github.com/openai/openai-go/v3"
 	"github.com/openai/openai-go/v3/option"
 	"github.com/openai/openai-go/v3/packages/param"
+	"github.com/openai/openai-go/v3/shared"
 )
 
 const (
@@ -294,6 +295,33 @@ func TestTools(t *testing.T) {
 	p.Messages = append(p.Messages, a.Choices[0].Message.ToParam(), openai.ToolMessage("21", call.ID))
 	if a, err = c.Chat.Completions.New(t.Context(), p); err != nil || len(a.Choices[0].Message.ToolCalls) != 0 || a.Choices[0].Message.Content == "" {
 		t.Errorf("%+v, %v", a, err)
+	}
+}
+
+// A response format makes JSON of what a model writes that knows none. Members come in the order of the schema, which Go sorts.
+func TestResponseFormat(t *testing.T) {
+	c := client()
+	p := chat("1+2=")
+	p.ResponseFormat = openai.ChatCompletionNewParamsResponseFormatUnion{OfJSONSchema: &shared.ResponseFormatJSONSchemaParam{
+		JSONSchema: shared.ResponseFormatJSONSchemaJSONSchemaParam{Name: "sum", Strict: param.NewOpt(true), Schema: map[string]any{
+			"type": "object", "properties": map[string]any{"sum": map[string]any{"type": "integer", "minimum": 0, "maximum": 9}, "kind": map[string]any{"enum": []string{"odd", "even"}}},
+			"required": []string{"sum", "kind"}, "additionalProperties": false,
+		}},
+	}}
+	a, err := c.Chat.Completions.New(t.Context(), p)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if choice := a.Choices[0]; choice.FinishReason != "stop" || !regexp.MustCompile(`^\{\s*"kind"\s*:\s*"(odd|even)"\s*,\s*"sum"\s*:\s*\d\s*\}$`).MatchString(choice.Message.Content) {
+		t.Errorf("%s", choice.RawJSON())
+	}
+	stream := c.Chat.Completions.NewStreaming(t.Context(), p)
+	var sum openai.ChatCompletionAccumulator
+	for stream.Next() {
+		sum.AddChunk(stream.Current())
+	}
+	if err := stream.Err(); err != nil || sum.Choices[0].Message.Content != a.Choices[0].Message.Content {
+		t.Errorf("streamed %+v, %v", sum.Choices, err)
 	}
 }
 

@@ -129,6 +129,8 @@ type compiler struct {
 	open       map[string]bool // schemas whose alternatives are being looked for
 	everything *grammar.Rule
 	depth      int
+	reads      int // of schemas
+	enums      int // beside other keywords
 }
 
 func newCompiler(root any, o Options) *compiler {
@@ -335,10 +337,15 @@ func (c *compiler) enum(s *shape) (grammar.Expr, error) {
 	strict := newCompiler(c.root, Options{Compact: true, Open: true})
 	var fits *grammar.Grammar
 	if s.implied != 0 {
+		if c.enums++; c.enums > maxEnumSchemas {
+			return nil, located{path: s.path}.fail("enum", "more than %d of them are beside other keywords", maxEnumSchemas)
+		}
+		strict.reads, strict.enums = c.reads, c.enums
 		e, err := strict.alternative(&rest)
 		if err != nil {
 			return nil, err
 		}
+		c.reads, c.enums = strict.reads, strict.enums
 		if fits, err = grammar.New(e, nil); err != nil {
 			return grammar.Any(), nil //nolint:nilerr // nothing fits the rest
 		}

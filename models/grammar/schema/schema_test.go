@@ -104,6 +104,17 @@ func TestRefused(t *testing.T) {
 			t.Errorf("%.80s: %v, want an error with %q", text, err, want)
 		}
 	}
+	// References that double at each level.
+	for _, keyword := range []string{"allOf", "anyOf"} {
+		var defs []string
+		for i := range 60 {
+			defs = append(defs, fmt.Sprintf(`"d%d": {%q: [{"$ref": "#/$defs/d%d"}, {"$ref": "#/$defs/d%d"}]}`, i, keyword, i+1, i+1))
+		}
+		_, err := schema.Compile([]byte(`{"$ref": "#/$defs/d0", "$defs": {`+strings.Join(defs, ",")+`, "d60": {"type": "string"}}}`), schema.Options{})
+		if err == nil || !strings.Contains(err.Error(), "too many") && !strings.Contains(err.Error(), "more than") {
+			t.Errorf("%s: %v", keyword, err)
+		}
+	}
 	e, err := schema.Compile([]byte(`{"type": "string", "maxLength": 100000}`), schema.Options{})
 	if err == nil {
 		_, err = grammar.New(e, nil)

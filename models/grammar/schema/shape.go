@@ -83,6 +83,8 @@ var unsupported = map[string]string{
 const (
 	maxAlternatives = 256
 	maxRules        = 1 << 13
+	maxReads        = 1 << 14 // of schemas, of which a reference is one again each time
+	maxEnumSchemas  = 1 << 8  // enums beside other keywords
 )
 
 // shapes returns the alternatives of a schema.
@@ -92,6 +94,9 @@ func (c *compiler) shapes(l located) ([]*shape, error) {
 			return nil, nil
 		}
 		return []*shape{{path: l.path, types: anyType, maxLength: -1, maxItems: -1}}, nil
+	}
+	if c.reads++; c.reads > maxReads {
+		return nil, l.fail("", "its references and alternatives are too many")
 	}
 	o, ok := l.value.(*object)
 	if !ok {
@@ -156,7 +161,9 @@ func (c *compiler) shapes(l located) ([]*shape, error) {
 				}
 				continue
 			}
-			either, each = append(either, others...), append(each, others)
+			if either, each = append(either, others...), append(each, others); len(either) > maxAlternatives {
+				return nil, l.fail(keyword, "it has more than %d alternatives", maxAlternatives)
+			}
 		}
 		if keyword == "allOf" {
 			continue
