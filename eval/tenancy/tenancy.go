@@ -160,8 +160,10 @@ type run struct {
 	batch  eval.Batch
 	at     int // the position that is decoded next
 	digest [32]byte
-	first  bool // the first pass is not over
+	first  bool  // the first pass is not over
 	held   int64 // by the tenant, once it has got it
+	peer   Memory
+	seen   time.Duration // when peer was read
 }
 
 // Measure measures, and adds what is done to r, also where it returns an error.
@@ -265,12 +267,12 @@ func (m *run) changes(ctx context.Context) (err error) {
 	next := 0
 	for {
 		now := node.Now() - began
-		peer, err := node.Peer()
-		if err != nil {
+		due := next < len(m.o.Steps) && now >= m.o.Every*time.Duration(next)
+		if err := m.look(due); err != nil {
 			return err
 		}
-		if next < len(m.o.Steps) && now >= m.o.Every*time.Duration(next) {
-			if err := m.change(&m.o.Steps[next], &peer, now); err != nil {
+		if due {
+			if err := m.change(&m.o.Steps[next], now); err != nil {
 				return err
 			}
 			if next++; m.o.Progress != nil {
@@ -281,12 +283,12 @@ func (m *run) changes(ctx context.Context) (err error) {
 			return err
 		}
 		if took := node.Now() - bucketBegan; tokens > 0 && took >= bucket || now >= total {
-			if peer, err = node.Peer(); err != nil {
+			if err := m.look(true); err != nil {
 				return err
 			}
 			if tokens > 0 && took > 0 {
 				m.r.Samples = append(m.r.Samples, Sample{
-					Seconds: now.Seconds(), DecodeTokS: float64(tokens) / took.Seconds(), TenantBytes: peer.Others, BorrowedBytes: peer.Borrowed, FreeBytes: peer.Free,
+					Seconds: now.Seconds(), DecodeTokS: float64(tokens) / took.Seconds(), TenantBytes: m.peer.Others, BorrowedBytes: m.peer.Borrowed, FreeBytes: m.peer.Free,
 				})
 			}
 			tokens, bucketBegan = 0, node.Now()
@@ -301,13 +303,25 @@ func (m *run) changes(ctx context.Context) (err error) {
 	}
 }
 
+// lookEvery is the least time between two readings of the peer's memory, which the driver takes time for.
+const lookEvery = 2 * time.Millisecond
+
+// look reads the peer's memory, where the last reading is old or now is set.
+func (m *run) look(now bool) (err error) {
+	if at := m.o.Node.Now(); now || at-m.seen >= lookEvery {
+		m.seen = at
+		m.peer, err = m.o.Node.Peer()
+	}
+	return err
+}
+
 // change begins a step of the tenant.
-func (m *run) change(s *Step, peer *Memory, now time.Duration) error {
-	bytes := s.bytes(peer, m.held)
+func (m *run) change(s *Step, now time.Duration) error {
+	bytes := s.bytes(&m.peer, m.held)
 	if err := m.o.Tenant.Hold(bytes); err != nil {
 		return err
 	}
-	m.r.Changes = append(m.r.Changes, Change{Seconds: now.Seconds(), Step: s.Text, Bytes: bytes, FreeBytes: peer.Free})
+	m.r.Changes = append(m.r.Changes, Change{Seconds: now.Seconds(), Step: s.Text, Bytes: bytes, FreeBytes: m.peer.Free})
 	return nil
 }
 
@@ -324,17 +338,19 @@ func (m *run) follow(now time.Duration) error {
 			return err
 		}
 		if c.Refused = refused; done {
+			if err := m.look(true); err != nil {
+				return err
+			}
 			m.held, c.GotSeconds, c.CallSeconds = c.Bytes, &since, took.Seconds()
 		}
 	}
 	if c.GotSeconds == nil || c.RestoredSeconds != nil {
 		return nil
 	}
-	peer, err := m.o.Node.Peer()
-	if err == nil && (peer.Free >= peer.Headroom || peer.Borrowed == 0) {
+	if m.peer.Free >= m.peer.Headroom || m.peer.Borrowed == 0 {
 		c.RestoredSeconds = &since
 	}
-	return err
+	return nil
 }
 
 // work measures what the tenant's own work loses.
