@@ -18,6 +18,7 @@ import (
 	"github.com/moeserve/moeserve/device/tenants"
 	"github.com/moeserve/moeserve/eval"
 	"github.com/moeserve/moeserve/eval/paper"
+	"github.com/moeserve/moeserve/node/fault"
 	"github.com/moeserve/moeserve/untrusted"
 )
 
@@ -341,7 +342,12 @@ func (o *figureOptions) experts(ctx context.Context, s *streams, sets []*setting
 			}
 			var of []eval.Result
 			of, failed = measureCells(ctx, s, set, []variant{{"", set}}, fractions, []configs.Tier{configs.HostTier, configs.PeerTier}, resume)
-			if results = append(results, of...); failed != nil {
+			results = append(results, of...)
+			if len(of) == 0 && errors.Is(failed, fault.ErrConfig) && len(sets) > 1 {
+				s.notice(&set.Output, "skipped: %s: %v", set.Model.Name, failed) // another model may fit
+				continue
+			}
+			if failed != nil {
 				break
 			}
 		}

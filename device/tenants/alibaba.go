@@ -42,6 +42,9 @@ type Cluster struct {
 // (K40m, K80, M60), which have 8 to 12 GB.
 var gpuBytes = map[string]int64{"T4": 16 << 30, "P100": 16 << 30, "V100": 16 << 30, "V100M32": 32 << 30, "MISC": 12 << 30}
 
+// maxGB is more than the GPUs of a machine have.
+const maxGB = 1e5
+
 // change is of the bytes in use on a machine.
 type change struct {
 	machine device.Space
@@ -66,6 +69,9 @@ func ReadAlibaba(t Alibaba) (*Cluster, error) {
 		if !ok {
 			return fmt.Errorf("gpu_type is %q, whose memory is not known: must be T4, P100, V100, V100M32 or MISC", row[1])
 		}
+		if _, twice := machines[row[0]]; twice {
+			return fmt.Errorf("machine %q has two lines", row[0])
+		}
 		s := device.HBM(len(machines))
 		machines[row[0]], c.Capacity[s] = s, int64(n*float64(bytes))
 		return nil
@@ -80,7 +86,7 @@ func ReadAlibaba(t Alibaba) (*Cluster, error) {
 			return nil // it used no GPU
 		}
 		gb, err := strconv.ParseFloat(row[10], 64)
-		if err != nil || !(gb >= 0 && gb < 1e6) {
+		if err != nil || !(gb >= 0 && gb <= maxGB) {
 			return fmt.Errorf("avg_gpu_wrk_mem is %q and must be in GB", row[10])
 		}
 		held[hash(row[2])] += gb // a row for each of its GPUs
@@ -107,7 +113,7 @@ func ReadAlibaba(t Alibaba) (*Cluster, error) {
 			return nil
 		}
 		c.Used++
-		bytes := int64(gb * (1 << 30))
+		bytes := int64(min(gb, maxGB) * (1 << 30))
 		changes = append(changes, change{machine, from, bytes}, change{machine, to, -bytes})
 		return nil
 	})

@@ -56,6 +56,7 @@ func TestReadAlibaba(t *testing.T) {
 		"pai_machine_spec line 1: gpu_type is \"H9\"":          {"m1,H9,96,512,2\n", sensorTable, instanceTable},
 		"pai_machine_spec line 2: cap_gpu is \"x\"":            {"m1,T4,96,512,2\nm2,T4,96,512,x\n", sensorTable, instanceTable},
 		"pai_machine_spec line 1: record on line 1: wrong":     {"m1,T4\n", sensorTable, instanceTable},
+		"pai_machine_spec line 2: machine \"m1\" has two":      {"m1,T4,96,512,2\nm1,T4,96,512,2\n", sensorTable, instanceTable},
 		"pai_sensor_table line 1: avg_gpu_wrk_mem is \"-1\"":   {specTable, "j,t,w1,i,m1,g,1,1,1,1,-1,3,1,1,1,1\n", instanceTable},
 		"pai_instance_table line 1: start_time and end_time a": {specTable, sensorTable, "j,t,n,w1,i,Terminated,x,2000,m1\n"},
 		"the tables have no instance":                          {specTable, sensorTable, ""},
@@ -64,4 +65,30 @@ func TestReadAlibaba(t *testing.T) {
 			t.Errorf("%v, want %s", err, want)
 		}
 	}
+}
+
+// What can be read can be replayed, and nobody holds less than nothing.
+func FuzzReadAlibaba(f *testing.F) {
+	f.Add(specTable, sensorTable, instanceTable)
+	f.Add("m1,MISC,1,1,0.5\n", "j,t,w,i,m1,g,,,,,1e5,,,,,\n", "j,t,n,w,i,s,0,1e-9,m1\n")
+	f.Fuzz(func(t *testing.T, spec, sensors, instances string) {
+		c, err := tenants.ReadAlibaba(tenants.Alibaba{Machines: strings.NewReader(spec), Sensors: strings.NewReader(sensors), Instances: strings.NewReader(instances)})
+		if err != nil {
+			return
+		}
+		last := time.Duration(-1)
+		for _, s := range c.Trace {
+			if s.Bytes < 0 || s.At < last || c.Capacity[s.Peer] < 0 {
+				t.Fatalf("%+v", c)
+			}
+			last = s.At
+		}
+		var b bytes.Buffer
+		if err := c.Trace.Write(&b); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := tenants.Read(&b, nil, 0); err != nil {
+			t.Fatalf("%v: %s", err, b.String())
+		}
+	})
 }
