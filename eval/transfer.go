@@ -473,8 +473,11 @@ func WriteTransferTable(out io.Writer, r *TransferResult) error {
 	return err
 }
 
-// Size writes bytes in MiB, or in KiB below one.
+// Size writes bytes in MiB, in KiB below one, and in GiB from ten on.
 func Size(bytes int64) string {
+	if bytes >= 10<<30 {
+		return strconv.FormatFloat(float64(bytes)/(1<<30), 'g', 4, 64) + " GiB"
+	}
 	if bytes >= 1<<20 {
 		return strconv.FormatFloat(float64(bytes)/(1<<20), 'g', 4, 64) + " MiB"
 	}

@@ -51,6 +51,12 @@ func WriteTable(out io.Writer, r *Result) error {
 		}
 		fmt.Fprintf(&b, "%s: %s\n", verdict, t.What)
 	}
+	if r.TokensSHA256 == "" {
+		b.WriteString("these devices keep no data: no tokens are compared\n")
+	}
+	if r.Emulation != nil && r.Emulation.Rates == eval.RatesVirtual && r.LateSlabs > 0 {
+		b.WriteString("on the virtual clock memory is released between decode steps only: steps longer than the deadline miss it\n")
+	}
 	if len(r.Work) == 0 {
 		b.WriteString("the tenant does no work of its own on emulated devices: what it would lose is not measured\n")
 	}
@@ -99,7 +105,9 @@ func (r *Result) Targets() []Target {
 	all := []Target{
 		{fmt.Sprintf("%d of %d slabs released after the deadline of %g s", r.LateSlabs, r.ReleasedSlabs, r.DeadlineSeconds), r.LateSlabs == 0},
 		{fmt.Sprintf("in %d of %d steps the tenant got its memory and the headroom was free again before the next", got, len(r.Changes)), got == len(r.Changes)},
-		{fmt.Sprintf("the same tokens in %d passes", r.Passes), r.Passes > 1},
+	}
+	if r.TokensSHA256 != "" {
+		all = append(all, Target{fmt.Sprintf("the same tokens in %d passes", r.Passes), r.Passes > 1})
 	}
 	for _, w := range r.Work {
 		all = append(all, Target{fmt.Sprintf("%s: %.1f %% lost beside the engine (%.4g/s, alone %.4g/s), at most %.0f %%", w.Kind, 100*w.Loss, w.Beside, w.Alone, 100*w.Limit), w.Loss <= w.Limit})
@@ -122,7 +130,10 @@ func Plot(out io.Writer, format string, r *Result) error {
 // Figure is the chart of Plot.
 func Figure(r *Result) *figure.Lines {
 	name := r.Device
-	if r.Emulated {
+	switch {
+	case r.Emulation != nil && r.Emulation.Rates == eval.RatesVirtual:
+		name = "predicted: emulated devices, virtual time"
+	case r.Emulated:
 		name = r.EmulatedNote()
 	}
 	rate := figure.Series{Name: "decode throughput", Look: figure.LookA, Line: true}
