@@ -130,7 +130,7 @@ func benchFigure(ctx context.Context, s *streams, sets []*settings, number strin
 		return usagef("figure 3 draws one measurement: give one --from")
 	}
 	draw := map[string]func() (figureFile, any, error){
-		"2": func() (figureFile, any, error) { return o.figure2(set) },
+		"2": func() (figureFile, any, error) { return o.figure2(s, set) },
 		"3": func() (figureFile, any, error) { return o.figure3(ctx, s, set) },
 		"5": func() (figureFile, any, error) { return o.experts(ctx, s, sets, []float64{0.5}, "5") },
 		"6": func() (figureFile, any, error) {
@@ -189,7 +189,7 @@ type memories struct {
 }
 
 // figure2 reads recordings, and generates a trace.
-func (o *figureOptions) figure2(set *settings) (figureFile, any, error) {
+func (o *figureOptions) figure2(s *streams, set *settings) (figureFile, any, error) {
 	capacity, err := configs.ParseBytes(o.machineMemory)
 	if err != nil {
 		return figureFile{}, nil, usagef("--machine-memory: %w", err)
@@ -200,7 +200,7 @@ func (o *figureOptions) figure2(set *settings) (figureFile, any, error) {
 	if o.every <= 0 || o.generated < o.every {
 		return figureFile{}, nil, usagef("--every %v --duration %v: must be above 0, and the duration at least as long", o.every, o.generated)
 	}
-	r := &memories{Run: eval.Run{Version: buildInfo().Version}}
+	r := &memories{Run: thisRun(s)}
 	add := func(name string, t tenants.Trace, of map[device.Space]int64, until time.Duration) error {
 		m, err := paper.ReadMemory(name, t, of, o.every, until)
 		r.Memory = append(r.Memory, m)

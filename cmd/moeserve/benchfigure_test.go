@@ -207,7 +207,7 @@ func TestBenchHarvest(t *testing.T) {
 	}
 	least, last := r.QuietTokS, r.Samples[len(r.Samples)-1]
 	for _, s := range r.Samples {
-		if least = min(least, s.DecodeTokS); s.TenantBytes+s.BorrowedBytes+s.FreeBytes != 12<<20 {
+		if least = min(least, s.DecodeTokS); s.OthersBytes+s.BorrowedBytes+s.FreeBytes != 12<<20 {
 			t.Errorf("%+v does not add up", s)
 		}
 	}

@@ -11,7 +11,8 @@
 // # Invariants
 //
 //   - A figure says where its results are from: measured, with the device and the commit, or predicted,
-//     with the rates of the emulated devices. Results of both kinds in one figure are an error.
+//     with the rates of the emulated devices. Results of both kinds, or of different settings, in one
+//     figure are an error.
 //   - The paper's numbers are named as the paper's, and the note says how its setting differs.
 //   - An error in the user's input wraps eval.ErrInput.
 //

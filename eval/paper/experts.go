@@ -57,7 +57,7 @@ func Figure5(results []eval.Result) (*figure.Bars, error) {
 	}
 	chart := &figure.Bars{
 		Title:  "Gain of peer over host memory, half of the experts offloaded",
-		Note:   fmt.Sprintf("Figure 5 of the Harvest paper. %s; %s. %s", from, setting(&results[0]), differs),
+		Note:   fmt.Sprintf("Figure 5 of the Harvest paper. %s. %s", from, differs),
 		X:      figure.Axis{Label: "gain in tokens/s (%)"},
 		Series: []string{"decode", "end to end", harvest},
 		Value:  func(v float64) string { return strings.Replace(fmt.Sprintf("%+.0f %%", v), "-", "−", 1) },
@@ -86,7 +86,7 @@ func Figure6(results []eval.Result) (*figure.Lines, error) {
 	}
 	chart := &figure.Lines{
 		Title: "Decode throughput over the offload fraction",
-		Note:  fmt.Sprintf("Figure 6 of the Harvest paper. %s; %s. %s", from, setting(&results[0]), differs),
+		Note:  fmt.Sprintf("Figure 6 of the Harvest paper. %s. %s", from, differs),
 		X:     figure.Axis{Label: "experts offloaded (% of all)", From: 0, To: 100},
 	}
 	var models []string

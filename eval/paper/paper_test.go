@@ -150,7 +150,15 @@ func TestExperts(t *testing.T) {
 	if q := p[2].Series; q[0].Points[1].Y != 975 || q[1].Points[0].Y != 810 || !strings.Contains(p[3].Title, "below 600") {
 		t.Errorf("the paper's numbers: %+v", p[2:])
 	}
+	other := results("b", measured)
+	other[0].Attention = configs.OnCPU
+	later := results("b", measured)
+	later[0].Run.Commit = "f00"
+	if lines, err := paper.Figure6(append(results("a", measured), later...)); err != nil || !strings.Contains(lines.Note, "and other commits") {
+		t.Errorf("%+v, %v", lines, err)
+	}
 	for name, r := range map[string][]eval.Result{
+		"two settings":           append(results("a", measured), other...),
 		"nothing":                nil,
 		"measured and predicted": append(results("a", measured), results("b", predicted)...),
 		"without rates":          results("a", eval.Machine{Emulated: true}),

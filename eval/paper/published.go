@@ -9,21 +9,11 @@ import (
 	"github.com/moeserve/moeserve/untrusted"
 )
 
-// The batch that the paper measures: micro-batches of MicroBatch sequences, and of each sequence
-// NewTokens tokens (section 4.4).
+// The batch that the paper measures: sequences, in micro-batches of so many (section 4.4). Its 32 new
+// tokens, 50 warm-up tokens and 5 trials are the defaults of measurements.
 const (
 	Sequences  = 4536
 	MicroBatch = 324
-	NewTokens  = 32
-	Warmup     = 50
-	Trials     = 5
-)
-
-// Models are the presets of its models, in the order of its Table 1; Fractions are the offload fractions that
-// Figure 6 is measured at here.
-var (
-	Models    = []string{"mixtral-8x7b", "phi-3.5-moe", "phi-tiny-moe", "qwen1.5-moe-a2.7b"}
-	Fractions = []float64{0, 0.25, 0.5, 0.75, 1}
 )
 
 // harvest names the paper, machine what it measured on (section 2.2).
@@ -94,22 +84,39 @@ func rateText(spec string) string {
 	return strings.Join(rates, ", ")
 }
 
-// common says of several results where they are from. They must be all measured, or all emulated alike.
+// common says of several results where they are from, and how they ran. They must be all measured, or
+// all predicted, or all of paced devices, and have run in the same way.
 func common(results []eval.Result) (string, error) {
 	if len(results) == 0 {
 		return "", eval.Inputf("paper: no results to draw")
 	}
-	first := origin(&results[0].Run, &results[0].Machine)
+	first := &results[0]
+	text := origin(&first.Run, &first.Machine)
+	commits := false
 	for i := range results {
-		if r := &results[i]; r.Emulated != results[0].Emulated || r.Unpaced() != results[0].Unpaced() {
-			return "", eval.Inputf("paper: results of %s on %s stand beside some of %s on %s: draw measured and predicted ones apart",
-				r.Model, origin(&r.Run, &r.Machine), results[0].Model, first)
-		}
-		if r := &results[i]; r.Unpaced() {
+		r := &results[i]
+		switch {
+		case r.Unpaced():
 			return "", eval.Inputf("paper: emulated devices without rates copy as fast as this CPU does: give --emulate rates, with virtual or pace")
+		case kind(&r.Machine) != kind(&first.Machine):
+			return "", eval.Inputf("paper: %s (%s) stands beside %s (%s): draw measured and predicted ones apart", r.Model, origin(&r.Run, &r.Machine), first.Model, text)
+		case setting(r) != setting(first):
+			return "", eval.Inputf("paper: %s ran with %s, and %s with %s: draw them apart", r.Model, setting(r), first.Model, setting(first))
 		}
+		commits = commits || r.Run.Commit != first.Run.Commit
 	}
-	return first, nil
+	if commits {
+		text += " and other commits"
+	}
+	return text + "; " + setting(first), nil
+}
+
+// kind is what the times of a machine are: "", those of a GPU.
+func kind(m *eval.Machine) eval.Rates {
+	if m.Emulation == nil {
+		return ""
+	}
+	return m.Emulation.Rates
 }
 
 // setting is how results ran, for the note.

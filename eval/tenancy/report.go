@@ -148,7 +148,7 @@ func Figure(r *Result) *figure.Lines {
 	for _, s := range r.Samples {
 		point := func(v float64) figure.Point { return figure.Point{X: s.Seconds, Y: v} }
 		rate.Points = append(rate.Points, point(s.DecodeTokS))
-		others.Points = append(others.Points, point(float64(s.TenantBytes)/scale))
+		others.Points = append(others.Points, point(float64(s.OthersBytes)/scale))
 		borrowed.Points = append(borrowed.Points, point(float64(s.BorrowedBytes)/scale))
 		free.Points = append(free.Points, point(float64(s.FreeBytes)/scale))
 	}

@@ -87,7 +87,7 @@ type Options struct {
 type Sample struct {
 	Seconds       float64 `json:"at_s"`
 	DecodeTokS    float64 `json:"decode_tok_s"`
-	TenantBytes   int64   `json:"others_bytes"`
+	OthersBytes   int64   `json:"others_bytes"`
 	BorrowedBytes int64   `json:"borrowed_bytes"`
 	FreeBytes     int64   `json:"free_bytes"`
 }
@@ -288,7 +288,7 @@ func (m *run) changes(ctx context.Context) (err error) {
 			}
 			if tokens > 0 && took > 0 {
 				m.r.Samples = append(m.r.Samples, Sample{
-					Seconds: now.Seconds(), DecodeTokS: float64(tokens) / took.Seconds(), TenantBytes: m.peer.Others, BorrowedBytes: m.peer.Borrowed, FreeBytes: m.peer.Free,
+					Seconds: now.Seconds(), DecodeTokS: float64(tokens) / took.Seconds(), OthersBytes: m.peer.Others, BorrowedBytes: m.peer.Borrowed, FreeBytes: m.peer.Free,
 				})
 			}
 			tokens, bucketBegan = 0, node.Now()

@@ -178,7 +178,7 @@ func TestMeasure(t *testing.T) {
 	}
 	// Samples every 5 s; a step takes twice as long without borrowed memory.
 	last := r.Samples[len(r.Samples)-1]
-	if first := r.Samples[0]; len(r.Samples) < 6 || first.DecodeTokS != 2 || first.TenantBytes != 20 || first.BorrowedBytes != 60 || first.FreeBytes != 20 || last.DecodeTokS != 1 || last.Seconds < 40 {
+	if first := r.Samples[0]; len(r.Samples) < 6 || first.DecodeTokS != 2 || first.OthersBytes != 20 || first.BorrowedBytes != 60 || first.FreeBytes != 20 || last.DecodeTokS != 1 || last.Seconds < 40 {
 		t.Errorf("%+v", r.Samples)
 	}
 	if len(r.Work) != 2 || r.Work[0].Alone != 100 || r.Work[0].Loss != 0 || r.Work[1].Limit != 0.18 {
