@@ -68,20 +68,21 @@ func (k Key) Variable() string {
 // and of these those that say what is offloaded, that take requests as they come, that decide how
 // many of them run, that have a result, sample tokens, generate for a person, hold conversations, serve, or measure a batch.
 var (
-	onDevice   = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "bench multipath", "bench kv", "bench prefix", "bench fairness", "bench sleep", "config"}
+	onDevice   = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench figure", "bench transfer", "bench multipath", "bench kv", "bench prefix", "bench fairness", "bench sleep", "bench harvest", "config"}
 	onSleep    = []string{"serve", "bench sleep", "config"}
-	onModel    = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench prefix", "bench fairness", "bench sleep", "config"}
-	onOffload  = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench prefix", "bench fairness", "bench sleep", "config"}
+	onModel    = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench figure", "bench prefix", "bench fairness", "bench sleep", "bench harvest", "config"}
+	onOffload  = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench prefix", "bench fairness", "bench sleep", "bench harvest", "config"}
 	onRequest  = []string{"run", "chat", "serve", "inspect", "plan", "bench prefix", "config"}
 	onSeqs     = []string{"run", "chat", "serve", "inspect", "plan", "bench prefix", "bench fairness", "bench sleep", "config"}
-	onResult   = []string{"run", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "bench multipath", "bench kv", "bench prefix", "bench fairness", "bench sleep", "config"}
-	onSample   = []string{"run", "chat", "bench throughput", "bench sweep", "config"}
+	onResult   = []string{"run", "inspect", "plan", "bench throughput", "bench sweep", "bench figure", "bench transfer", "bench multipath", "bench kv", "bench prefix", "bench fairness", "bench sleep", "bench harvest", "config"}
+	onSample   = []string{"run", "chat", "bench throughput", "bench sweep", "bench figure", "bench harvest", "config"}
 	onGenerate = []string{"run", "chat", "config"}
 	onChat     = []string{"run", "chat", "serve", "config"}
 	onServe    = []string{"serve", "config"}
-	onBench    = []string{"bench throughput", "bench sweep", "config"}
-	onWorkload = []string{"plan", "bench throughput", "bench sweep", "config"}
-	onBorrow   = []string{"run", "chat", "serve", "bench throughput", "bench sweep", "bench prefix", "config"}
+	onBench    = []string{"bench throughput", "bench sweep", "bench figure", "config"}
+	onBatch    = append([]string{"bench harvest"}, onBench...)
+	onWorkload = []string{"plan", "bench throughput", "bench sweep", "bench figure", "bench harvest", "config"}
+	onBorrow   = []string{"run", "chat", "serve", "bench throughput", "bench sweep", "bench figure", "bench prefix", "bench harvest", "config"}
 	onTrace    = []string{"run", "serve", "bench throughput", "config"}
 )
 
@@ -411,7 +412,7 @@ var Schema = []Key{
 		Help: "private key of --ssl-certfile, in PEM; default: that file has it",
 	},
 	{
-		Name: "num-prompts", Kind: Int, Default: 64, Unit: "requests", Min: 1, Max: 1 << 16, Commands: onBench,
+		Name: "num-prompts", Kind: Int, Default: 64, Unit: "requests", Min: 1, Max: 1 << 16, Commands: onBatch,
 		Help: "requests of the batch",
 	},
 	{
@@ -423,7 +424,7 @@ var Schema = []Key{
 		Help: "tokens to generate per request; ends of sequence are ignored",
 	},
 	{
-		Name: "dataset-path", Kind: String, Default: "", Placeholder: "FILE", Path: true, Commands: onBench,
+		Name: "dataset-path", Kind: String, Default: "", Placeholder: "FILE", Path: true, Commands: onBatch,
 		Help: "MT-Bench or MT-Bench-101 file, whose first turns are the prompts; default: random tokens of MT-Bench's lengths",
 	},
 	{

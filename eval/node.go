@@ -88,14 +88,21 @@ type Cell struct {
 	// AllPaths: copies from the host go over all links that the settings say, beside a cell of the
 	// same fraction where they go over one.
 	AllPaths bool `json:"all_host_paths,omitempty"`
+	// Setting is the value that a varied setting has, as "harvest-slab-size=64MiB"; empty: none is varied.
+	Setting string `json:"setting,omitempty"`
 }
 
-// Line names the cells of all fractions that the cell is one of: "host", "host, all paths".
+// Line names the cells of all fractions that the cell is one of: "host", "host, all paths",
+// "peer, harvest-headroom=1GiB".
 func (c Cell) Line() string {
+	line := c.Tier.String()
 	if c.AllPaths {
-		return c.Tier.String() + ", all paths"
+		line += ", all paths"
 	}
-	return c.Tier.String()
+	if c.Setting != "" {
+		line += ", " + c.Setting
+	}
+	return line
 }
 
 // Room is what a KV cache of blocks of blockTokens needs for prompts and newTokens behind

@@ -43,7 +43,8 @@ var (
 	pathLooks = map[string]figure.Look{PeerPath: figure.LookA, HostPath: figure.LookB, BothPath: figure.LookC, D2HPath: figure.LookD}
 )
 
-// PlotSweep draws decode throughput over the offload fraction: for each tier what was
+// PlotSweep draws decode throughput over the offload fraction, or, where a setting is varied, over
+// that (settingsFigure): for each tier what was
 // measured, on a GPU or on emulated devices, as points, what the planner predicts as a line, and its saturation point, the
 // fraction from which on copies take longer than all else, as a vertical line. Where
 // nothing is predicted, lines join what was measured. format is one of PlotFormats.
@@ -54,17 +55,69 @@ func PlotSweep(out io.Writer, format string, results []Result) error {
 	if len(results) == 0 {
 		return Inputf("eval: no results to plot")
 	}
+	if results[0].Setting != "" {
+		chart, err := settingsFigure(results)
+		if err != nil {
+			return err
+		}
+		return chart.Write(out, format)
+	}
 	return sweepFigure(results).Write(out, format)
+}
+
+// maxBars is how many bars a group has at most.
+const maxBars = 4
+
+// settingsFigure draws a group of bars for each value of the varied setting, and in it a bar of
+// decode throughput for each tier and fraction.
+func settingsFigure(results []Result) (*figure.Bars, error) {
+	r := &results[0]
+	key, _, _ := strings.Cut(r.Setting, "=")
+	chart := &figure.Bars{
+		Title: "Decode throughput by " + key, Note: conditions(r), X: figure.Axis{Label: "decode throughput (tokens/s)"}, Value: number,
+	}
+	group := map[string]int{}
+	for i := range results {
+		r := &results[i]
+		bar, _, _ := strings.Cut(r.Cell().Line(), ", "+r.Setting)
+		if bar = percent(r.OffloadFraction) + " offloaded, " + bar; r.Tier == configs.NoTier {
+			bar = "nothing offloaded"
+		}
+		at := slices.Index(chart.Series, bar)
+		if at < 0 {
+			at = len(chart.Series)
+			chart.Series = append(chart.Series, bar)
+		}
+		if at >= maxBars {
+			return nil, Inputf("eval: a plot of a varied setting has at most %d bars for each value: give fewer fractions or tiers", maxBars)
+		}
+		_, value, _ := strings.Cut(r.Setting, "=")
+		g, ok := group[value]
+		if !ok {
+			g = len(chart.Groups)
+			group[value] = g
+			chart.Groups = append(chart.Groups, figure.Group{Name: untrusted.Name(value)})
+		}
+		for len(chart.Groups[g].Values) <= at {
+			chart.Groups[g].Values = append(chart.Groups[g].Values, math.NaN()) // not measured: it did not fit
+		}
+		chart.Groups[g].Values[at] = r.DecodeTokS
+	}
+	return chart, nil
+}
+
+// conditions are what a figure of results says of them.
+func conditions(r *Result) string {
+	note := fmt.Sprintf("%s, batch of %s, ", untrusted.Name(r.Model), requests(r.Requests))
+	if r.Emulated {
+		return note + r.EmulatedNote()
+	}
+	return note + r.Device
 }
 
 func sweepFigure(results []Result) *figure.Lines {
 	r := &results[0]
-	note := fmt.Sprintf("%s, batch of %s, ", untrusted.Name(r.Model), requests(r.Requests))
-	if r.Emulated {
-		note += r.EmulatedNote()
-	} else {
-		note += r.Device
-	}
+	note := conditions(r)
 	how := "measured"
 	if r.Emulated {
 		how = "emulated"
@@ -240,7 +293,10 @@ func gainsFigure(gains []Gain) *figure.Bars {
 	}
 	for i, g := range gains {
 		name := g.Model
-		same := func(o Gain) bool { return o.Model == g.Model && o.Requests == g.Requests }
+		if g.Setting != "" {
+			name += ", " + g.Setting
+		}
+		same := func(o Gain) bool { return o.Model == g.Model && o.Setting == g.Setting && o.Requests == g.Requests }
 		repeated := slices.ContainsFunc(gains[:i], same) || slices.ContainsFunc(gains[i+1:], same)
 		if repeated {
 			name += ", " + g.Machine
@@ -296,14 +352,10 @@ func transferFigure(r *TransferResult) *figure.Lines {
 	}
 	ratios := map[int64]float64{}
 	ratio := figure.Series{Look: figure.LookPlain, Line: true, Marks: true}
-	host, peer := r.of(HostPath), r.of(PeerPath)
-	if r.Unpaced() {
-		peer = nil // this CPU copies as fast from all memories
-	}
-	for _, q := range peer {
-		if i := slices.IndexFunc(host, func(h TransferPoint) bool { return h.Bytes == q.Bytes }); i >= 0 {
-			ratios[q.Bytes] = host[i].LatencySeconds / q.LatencySeconds
-			ratio.Points = append(ratio.Points, figure.Point{X: mebibytes(q.Bytes), Y: ratios[q.Bytes]})
+	for _, q := range r.of(PeerPath) {
+		if x, ok := r.Ratio(q.Bytes); ok { // this CPU copies as fast from all memories
+			ratios[q.Bytes] = x
+			ratio.Points = append(ratio.Points, figure.Point{X: mebibytes(q.Bytes), Y: x})
 		}
 	}
 	if len(ratio.Points) > 0 {

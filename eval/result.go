@@ -20,8 +20,10 @@ type Result struct {
 	OffloadFraction float64            `json:"offload_fraction"`
 	// HostPaths is the number of links that copies from and to the host go over; AllPaths: a sweep also
 	// measures this with one.
-	HostPaths        int              `json:"host_paths"`
-	AllPaths         bool             `json:"all_host_paths,omitempty"`
+	HostPaths int  `json:"host_paths"`
+	AllPaths  bool `json:"all_host_paths,omitempty"`
+	// Setting is the value of the setting that a sweep varies; absent: it varies none.
+	Setting          string           `json:"setting,omitempty"`
 	MicroBatchTokens int              `json:"micro_batch_tokens"`
 	NumMicroBatches  int              `json:"num_micro_batches"`
 	ExpertGrouping   configs.Grouping `json:"expert_grouping"`
@@ -123,7 +125,7 @@ type Prediction struct {
 
 // Cell of a sweep that the result is of.
 func (r *Result) Cell() Cell {
-	return Cell{Tier: r.Tier, Fraction: r.OffloadFraction, AllPaths: r.AllPaths}
+	return Cell{Tier: r.Tier, Fraction: r.OffloadFraction, AllPaths: r.AllPaths, Setting: r.Setting}
 }
 
 // steps is the number of decode steps of a trial.

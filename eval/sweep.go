@@ -192,6 +192,8 @@ func (o *SweepOptions) measure(ctx context.Context, cells []Cell, results map[Ce
 // for 48 % more tokens/s.
 type Gain struct {
 	Model string
+	// Setting is the value of the varied setting; empty: none is varied.
+	Setting string
 	// Machine in words.
 	Machine  string
 	Emulated bool
@@ -208,8 +210,8 @@ type Gain struct {
 // models' first results.
 func Gains(results []Result, fraction float64) []Gain {
 	type key struct {
-		model, machine string
-		requests       int
+		model, setting, machine string
+		requests                int
 	}
 	found := map[key]map[configs.Tier]Result{}
 	var order []key
@@ -217,7 +219,7 @@ func Gains(results []Result, fraction float64) []Gain {
 		if r.OffloadFraction != fraction || r.AllPaths {
 			continue
 		}
-		k := key{r.Model, r.words(), r.Requests}
+		k := key{r.Model, r.Setting, r.words(), r.Requests}
 		if found[k] == nil {
 			found[k] = map[configs.Tier]Result{}
 			order = append(order, k)
@@ -231,7 +233,7 @@ func Gains(results []Result, fraction float64) []Gain {
 			continue
 		}
 		g := Gain{
-			Model: k.model, Machine: k.machine, Requests: k.requests, Fraction: fraction,
+			Model: k.model, Setting: k.setting, Machine: k.machine, Requests: k.requests, Fraction: fraction,
 			Emulated: host.Emulated || peer.Emulated, Unpaced: host.Unpaced() || peer.Unpaced(),
 		}
 		if !g.Unpaced {

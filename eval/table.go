@@ -105,12 +105,18 @@ func writeShared(out io.Writer, results []Result) error {
 		b.WriteString(why + "\n")
 	}
 	for line, fraction := range saturationPoints(results) {
+		if r.Setting != "" {
+			break // there is one for each value
+		}
 		fmt.Fprintf(&b, "predicted saturation point, from %s: %.1f %% (maximum offload fraction with copies fully overlapped)\n", line.Line(), 100*fraction)
 	}
 	for _, g := range Gains(results, gainFraction) {
 		if g.Unpaced {
 			b.WriteString("no gain of peer over host memory: " + unpacedReason + "\n")
 			continue
+		}
+		if g.Setting != "" {
+			b.WriteString(g.Setting + ": ")
 		}
 		fmt.Fprintf(&b, "at %s offloaded, peer over host memory: %+.0f %% decode throughput, %+.0f %% end-to-end\n", percent(g.Fraction), 100*g.Decode, 100*g.EndToEnd)
 	}
@@ -170,7 +176,7 @@ var StallCauses = []string{"expert-copy", "router-sync", "launch-bound", "cpu-at
 func WriteCSV(out io.Writer, results []Result) error {
 	w := csv.NewWriter(out)
 	columns := slices.Concat(ProvenanceColumns, []string{
-		"model", "dtype", "load_format", "tier", "offload_fraction", "host_paths", "all_host_paths", "micro_batch_tokens", "num_micro_batches",
+		"model", "dtype", "load_format", "tier", "offload_fraction", "host_paths", "all_host_paths", "setting", "micro_batch_tokens", "num_micro_batches",
 		"expert_grouping", "attention", "requests", "prompt_tokens", "generated_tokens", "truncated_prompts", "warmup_tokens", "trials",
 		"prefill_s", "decode_s", "throughput_tok_s", "stddev_tok_s", "prefill_tok_s", "decode_tok_s", "decode_stddev_tok_s",
 		"hits", "misses", "hit_rate", "fetched_bytes_host", "fetched_bytes_peer", "decode_step_bytes_host", "decode_step_bytes_peer",
@@ -216,7 +222,7 @@ func (r *Result) values() []string {
 	}
 	prefill, decode := r.means()
 	values := append(Provenance(&r.Run, &r.Machine),
-		r.Model, r.DType, r.LoadFormat.String(), r.Tier.String(), f(r.OffloadFraction), strconv.Itoa(r.HostPaths), flag(r.AllPaths), strconv.Itoa(r.MicroBatchTokens), strconv.Itoa(r.NumMicroBatches),
+		r.Model, r.DType, r.LoadFormat.String(), r.Tier.String(), f(r.OffloadFraction), strconv.Itoa(r.HostPaths), flag(r.AllPaths), r.Setting, strconv.Itoa(r.MicroBatchTokens), strconv.Itoa(r.NumMicroBatches),
 		r.ExpertGrouping.String(), r.Attention.String(), strconv.Itoa(r.Requests), strconv.Itoa(r.PromptTokens), strconv.Itoa(r.GeneratedTokens),
 		strconv.Itoa(r.TruncatedPrompts), strconv.Itoa(r.WarmupTokens), strconv.Itoa(len(r.Trials)),
 		f(prefill), f(decode), f(r.ThroughputTokS), pointer(r.StddevTokS), f(r.PrefillTokS), f(r.DecodeTokS), pointer(r.DecodeStddevTokS),

@@ -150,7 +150,7 @@ func start(ctx context.Context, n Node, cell Cell, o Options, meter *meter) (*me
 	meter.next++
 	m := &measurement{o: o, node: n, info: info, meter: meter, number: meter.next, result: Result{
 		Run: o.Run, Machine: info.Machine, Model: info.Model, DType: info.DType, LoadFormat: info.LoadFormat,
-		Tier: cell.Tier, OffloadFraction: cell.Fraction, AllPaths: cell.AllPaths, HostPaths: max(info.HostPaths, 1),
+		Tier: cell.Tier, OffloadFraction: cell.Fraction, AllPaths: cell.AllPaths, Setting: cell.Setting, HostPaths: max(info.HostPaths, 1),
 		MicroBatchTokens: microBatch(&info, requests), ExpertGrouping: info.Grouping, Attention: info.Attention,
 		Requests: requests, GeneratedTokens: requests * o.NewTokens, WarmupTokens: max(o.Warmup, 0), TruncatedPrompts: o.Cut,
 		StallS: map[string]float64{},

@@ -3,6 +3,7 @@ package eval
 import (
 	"context"
 	"encoding/csv"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -61,6 +62,42 @@ var expertSizes = []struct {
 	{"qwen2-57b-a14b", "Qwen2-57B-A14B", 105 << 19},
 	{"phi-3.5-moe", "Phi-3.5-MoE", 150 << 20},
 	{"mixtral-8x7b", "Mixtral-8x7B", 336 << 20},
+}
+
+// ReadTransferResult reads what a measurement of copies wrote as JSON. Errors wrap ErrInput.
+func ReadTransferResult(data []byte, name string) (*TransferResult, error) {
+	r := &TransferResult{}
+	if err := json.Unmarshal(data, r); err != nil {
+		return nil, Inputf("%s has no result of bench transfer: %w", name, err)
+	}
+	if len(r.Points) == 0 {
+		return nil, Inputf("%s has no copies: it must be the JSON of bench transfer", name)
+	}
+	return r, nil
+}
+
+// ExpertSizes are the models that have presets, by the names that figures give them, with the bytes
+// of one expert in 16 bit; the smallest first.
+func ExpertSizes() (models []string, bytes []int64) {
+	for _, e := range expertSizes {
+		models, bytes = append(models, e.model), append(bytes, e.bytes)
+	}
+	return models, bytes
+}
+
+// Ratio is how many times as long a single copy of so many bytes takes from the host as from the
+// peer; false where one of them was not measured, or where emulated devices have no rates.
+func (r *TransferResult) Ratio(bytes int64) (float64, bool) {
+	latency := func(path string) float64 {
+		for _, q := range r.of(path) {
+			if q.Bytes == bytes {
+				return q.LatencySeconds
+			}
+		}
+		return 0
+	}
+	host, peer := latency(HostPath), latency(PeerPath)
+	return host / peer, host > 0 && peer > 0 && !r.Unpaced()
 }
 
 // DefaultSizes are 64 KiB to 64 MiB, and the sizes of one expert of the models that have
@@ -436,8 +473,11 @@ func WriteTransferTable(out io.Writer, r *TransferResult) error {
 	return err
 }
 
-// Size writes bytes in MiB, or in KiB below one.
+// Size writes bytes in MiB, in KiB below one, and in GiB from ten on.
 func Size(bytes int64) string {
+	if bytes >= 10<<30 {
+		return strconv.FormatFloat(float64(bytes)/(1<<30), 'g', 4, 64) + " GiB"
+	}
 	if bytes >= 1<<20 {
 		return strconv.FormatFloat(float64(bytes)/(1<<20), 'g', 4, 64) + " MiB"
 	}

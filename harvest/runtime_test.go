@@ -20,7 +20,7 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
-	"github.com/moeserve/moeserve/device/emulated/tenants"
+	"github.com/moeserve/moeserve/device/tenants"
 	"github.com/moeserve/moeserve/harvest"
 )
 

@@ -9,6 +9,7 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/tenants"
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/engine/scheduler"
 	"github.com/moeserve/moeserve/experts"
@@ -148,6 +149,7 @@ type Node struct {
 	observer *observe.Observer
 	lender   *lender // nil where nothing is borrowed
 	sleep    sleeper
+	occupier tenants.Occupier // nil on GPUs
 	// closers of the started parts, in the order of their start.
 	closers []func() error
 }
@@ -184,6 +186,7 @@ func Open(ctx context.Context, o Options) (_ *Node, err error) {
 		return nil, err
 	}
 	n.started(u.devices.Close)
+	n.occupier = u.devices.Occupier
 	if err := u.applyPolicy(); err != nil {
 		return nil, fault.Of(fault.ErrConfig, err)
 	}

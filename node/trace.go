@@ -9,7 +9,7 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
-	"github.com/moeserve/moeserve/device/emulated/tenants"
+	"github.com/moeserve/moeserve/device/tenants"
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/node/devices"
 	"github.com/moeserve/moeserve/untrusted"

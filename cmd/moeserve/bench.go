@@ -30,7 +30,7 @@ func newBench(s *streams) *cobra.Command {
 		Args:  commandName,
 		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	cmd.AddCommand(newBenchThroughput(s), newBenchSweep(s), newBenchServe(s), newBenchTransfer(s), newBenchMultipath(s), newBenchKV(s), newBenchPrefix(s), newBenchFairness(s), newBenchSleep(s))
+	cmd.AddCommand(newBenchThroughput(s), newBenchSweep(s), newBenchFigure(s), newBenchHarvest(s), newBenchServe(s), newBenchTransfer(s), newBenchMultipath(s), newBenchKV(s), newBenchPrefix(s), newBenchFairness(s), newBenchSleep(s))
 	return cmd
 }
 
@@ -283,13 +283,18 @@ func (b *benchmark) open(ctx context.Context, c eval.Cell) (eval.Node, error) {
 	if c.Tier == configs.NoTier {
 		set.Offload.Tier = configs.HostTier
 	}
-	opts := node.Options{Settings: set, RuntimeDir: runtimeDir(set.Harvest.RuntimeDir), Log: b.set.logger(b.s.err), WithoutTokenizer: true, ExpectCPU: set.Model.Name == "" || b.opened}
-	b.opened = true
-	n, err := open(ctx, b.s, opts, false)
+	n, err := open(ctx, b.s, b.nodeOptions(set), false)
 	if err != nil {
 		return nil, err
 	}
 	return bench.New(n, b.hardware), nil
+}
+
+// nodeOptions are those of the next node.
+func (b *benchmark) nodeOptions(set configs.Settings) node.Options {
+	o := node.Options{Settings: set, RuntimeDir: runtimeDir(set.Harvest.RuntimeDir), Log: b.set.logger(b.s.err), WithoutTokenizer: true, ExpectCPU: set.Model.Name == "" || b.opened}
+	b.opened = true
+	return o
 }
 
 // openAuto opens the node of a cell whose tier may be auto: then it is peer where the

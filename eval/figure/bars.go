@@ -1,8 +1,11 @@
 package figure
 
-import "io"
+import (
+	"io"
+	"math"
+)
 
-// Group is the values of one thing, one of each series.
+// Group is the values of one thing, one of each series; NaN: it has none.
 type Group struct {
 	Name   string
 	Values []float64
@@ -65,6 +68,9 @@ func (b *Bars) scene() *scene {
 			f.add(&label{at: point{left - 8, first + float64(j)*line}, text: text, size: textSize, anchor: end, paint: ink})
 		}
 		for j, v := range g.Values {
+			if math.IsNaN(v) {
+				continue
+			}
 			low, high := y+float64(j)*(barHeight+betweenBars), y+float64(j)*(barHeight+betweenBars)+barHeight
 			bar(f.scene, j, plot(0), plot(v), low, high)
 			f.data = append(f.data, point{plot(v), (low + high) / 2})
@@ -97,6 +103,9 @@ func (b *Bars) axis(pixels float64) Axis {
 	var lowest, highest, before, behind float64
 	for _, g := range b.Groups {
 		for _, v := range g.Values {
+			if math.IsNaN(v) {
+				continue
+			}
 			w := width(b.Value(v), tickSize) + 2*valueGap
 			if v < 0 {
 				before = max(before, w)

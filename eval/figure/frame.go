@@ -16,6 +16,8 @@ const (
 
 	keyWidth = 34.0 // of a key of the legend
 
+	headLines = 6 // of a title or a note at most
+
 	thin  = 1.0
 	thick = 2.0
 )
@@ -45,7 +47,7 @@ func newFrame(title, note string) *frame {
 		if x.text == "" {
 			continue
 		}
-		for _, line := range wrap(x.text, x.size, canvas-2*margin, 3) {
+		for _, line := range wrap(x.text, x.size, canvas-2*margin, headLines) {
 			f.text(line, x.size, x.paint)
 		}
 	}

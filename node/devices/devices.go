@@ -13,7 +13,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
-	"github.com/moeserve/moeserve/device/emulated/tenants"
+	"github.com/moeserve/moeserve/device/tenants"
 	"github.com/moeserve/moeserve/device/trace"
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/kernels"

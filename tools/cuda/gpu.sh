@@ -82,6 +82,18 @@
 #   multipath     two to eight GPUs, about two minutes on two: the figures of the MMA paper with the engine (bench multipath): MULTIPATH are
 #                 its arguments, RELAYS as above; FIGURES some of its parts (default: sizes,gpus,traffic,engines,cpu,chunks,threshold,direct)
 #   calibrate     two to eight GPUs, about a minute on two: bench transfer --calibrate, into LOGS/machine.json; RELAYS as above
+#   figures       two GPUs: the Harvest paper's figures (bench figure), with its batch of 4,536 sequences: PAPER are some of 3, 5, 6 and regime
+#                 (default: all): 3 takes 20 s; 5, half of the experts offloaded, 5 trials behind 50 tokens, about 5.5 minutes for Mixtral and for
+#                 Phi-3.5-MoE, 2 for Qwen1.5-MoE, 1 for Phi-tiny-MoE; 6, three fractions and 2 trials, 6 minutes for Mixtral, 3 for
+#                 Qwen1.5-MoE, 2 for Phi-tiny-MoE; regime, Mixtral with attention on the CPU and experts per micro-batch as in the paper, 8 minutes
+#                 (estimates). PAPER_MODELS are the models, PAPER_FRACTIONS those of 6, MTBENCH a file of MT-Bench's prompts, PAPER_LIMIT the
+#                 seconds of each (default: 580). LOGS/figures.tar has results, figures and finished cells; in a folder that PAPER_RESUME
+#                 names, the latter are not measured again
+#   harvest       two GPUs, PyTorch, about 5 minutes (estimate): Mixtral with half of its experts on the second GPU, while a PyTorch process takes
+#                 memory there in steps (bench harvest): throughput over time, memory released in time, equal tokens, and what that process's
+#                 work loses: 324 sequences, and 8 with experts copied and read in place. HARVEST are cells SEQUENCES:ACCESS (default:
+#                 324:copy 8:copy 8:direct), HARVEST_MODEL, HARVEST_STEPS and HARVEST_EVERY others of its arguments
+#                 EMULATE, a value of --emulate, tries figures and harvest without GPUs, with PAPER_FLAGS and HARVEST_FLAGS as further arguments
 #   load          loading a checkpoint of Qwen1.5-MoE's shape, written to LOAD_FOLDER (29 GB), as a share of the disk's
 #                 rate; LOAD are arguments for load.py
 # HOST_GIB is the host's memory, for machines whose system reports less. With OVERLAP=false the parts that run node's
@@ -165,6 +177,21 @@ paths() {
   (cd "$work" && tar -rf "$logs/measured.tar" "$name")
 }
 
+# devices are the flags that name what figures and harvest run on.
+devices() {
+  if [ -n "${EMULATE:-}" ]; then echo "--device cpu --peers 1 --emulate $EMULATE"; else echo "--device cuda --peers 1 --host-memory-gib $host --hardware h200"; fi
+}
+
+# figure NUMBER NAME ARGUMENTS...: a figure of the Harvest paper, with its results and finished cells, in $work/paper.
+figure() {
+  local number=$1 name=figure-$2 model=()
+  shift 2
+  [ "$number" = 3 ] || model=(--load-format dummy --max-num-batched-tokens 32768 --resume "$paper/$name.cells")
+  limit "${PAPER_LIMIT:-580}" . cli "$name" "$work/moeserve" bench figure "$number" "$@" $(devices) "${model[@]}" ${PAPER_FLAGS:-} \
+    --json "$work/paper/$name.json" --plot "$work/paper/$name.svg"
+  tee -a "$logs/table.log" <"$work/said"
+}
+
 # files is a folder for the tier in files, in memory where there is room.
 files() {
   local free
@@ -180,7 +207,7 @@ run() {
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
   for part in "$@"; do
-    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral cpu-experts tiers access multipath-tests sweep predicted guard soak reclaim preload bench small sanitize beside gaps layout kvcopy prompts latency kv kvtiers lending prefix hits fairness links sleep multipath calibrate load " == *" $part "* ]] || usage
+    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral cpu-experts tiers access multipath-tests sweep predicted guard soak reclaim preload bench small sanitize beside gaps layout kvcopy prompts latency kv kvtiers lending prefix hits fairness links sleep multipath calibrate figures harvest load " == *" $part "* ]] || usage
   done
   [ -e "$folder/bundle.tar.xz" ] || { echo "there is no $folder/bundle.tar.xz: tools/cuda/gpu.sh build makes it" >&2; exit 2; }
   xz -dc "$folder/bundle.tar.xz" | tar -xf - -C "$work" || exit 1
@@ -383,6 +410,37 @@ run() {
         limit 300 . multipath calibrate "$work/moeserve" bench transfer --device cuda --peers "$(relays)" --host-memory-gib "$host" --hardware "${HARDWARE:-h200}" \
           --calibrate "$logs/machine.json"
         tee -a "$logs/table.log" <"$work/said" ;;
+      figures)
+        paper=${PAPER_RESUME:-$work/paper}
+        mkdir -p "$paper" "$work/paper"
+        prompts=()
+        [ -z "${MTBENCH:-}" ] || prompts=(--dataset-path "$MTBENCH")
+        for number in ${PAPER:-3 5 6 regime}; do
+          case $number in
+            3) PAPER_LIMIT=120 figure 3 3 ;;
+            5) figure 5 5 ${PAPER_MODELS:-mixtral-8x7b phi-3.5-moe phi-tiny-moe qwen1.5-moe-a2.7b} "${prompts[@]}" --prefill-trials 1 ;;
+            6) figure 6 6 ${PAPER_MODELS:-mixtral-8x7b phi-tiny-moe qwen1.5-moe-a2.7b} "${prompts[@]}" --prefill-trials 1 --trials 2 --warmup-tokens 8 \
+              --fractions "${PAPER_FRACTIONS:-0,0.5,1}" ;;
+            regime) figure 6 regime ${PAPER_MODELS:-mixtral-8x7b} "${prompts[@]}" --attention cpu --expert-grouping micro-batch --prefill-trials 1 --trials 2 \
+              --warmup-tokens 2 --output-len 4 --fractions "${PAPER_FRACTIONS:-0,0.5,1}" ;;
+            *) usage ;;
+          esac
+        done
+        cp "$paper"/*.cells* "$work/paper" 2>/dev/null # of a folder that PAPER_RESUME names
+        tar -cf "$logs/figures.tar" -C "$work/paper" . ;;
+      harvest)
+        mkdir -p "$work/harvest" "$work/run"
+        chmod 700 "$work/run"
+        tenant="exec env LD_PRELOAD=$work/reclaim.so MOESERVE_RUNTIME_DIR=$work/run MOESERVE_RECLAIM_DEADLINE_MS=500 CUDA_VISIBLE_DEVICES=1 python3 -u $root/tools/cuda/tenant.py"
+        [ -z "${EMULATE:-}" ] || tenant=
+        for cell in ${HARVEST:-324:copy 8:copy 8:direct}; do
+          name=harvest-${cell/:/-}
+          limit ${HARVEST_LIMIT:-240} . cli "$name" "$work/moeserve" bench harvest ${HARVEST_MODEL---model mixtral-8x7b --load-format dummy} $(devices) --runtime-dir "$work/run" \
+            --num-prompts "${cell%:*}" --expert-access "${cell#*:}" --steps "${HARVEST_STEPS:-25%,50%,free+1GiB,free+10GiB,90%,50%,0,0}" --every "${HARVEST_EVERY:-3s}" \
+            --tenant "$tenant" ${HARVEST_FLAGS:-} --json "$work/harvest/$name.json" --plot "$work/harvest/$name.svg"
+          tee -a "$logs/table.log" <"$work/said"
+        done
+        tar -cf "$logs/harvest.tar" -C "$work/harvest" . ;;
       load)
         limit 400 . load load python3 "$root/tools/cuda/load.py" "$work/moeserve" "$work/bigcheckpoint" "${LOAD_FOLDER:-$work}" ${LOAD:-}
         cat "$work/said" ;;

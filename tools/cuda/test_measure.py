@@ -1,4 +1,4 @@
-"""Tests of beside.py, gaps.py, guard.py and load.py as far as they go without a GPU: python3 tools/cuda/test_measure.py"""
+"""Tests of beside.py, gaps.py, guard.py, load.py and tenant.py as far as they go without a GPU: python3 tools/cuda/test_measure.py"""
 
 import argparse
 import contextlib
@@ -194,6 +194,31 @@ class Load(unittest.TestCase):
             rates = load.read_rates(files)
         self.assertEqual(set(rates), set(load.THREADS))
         self.assertGreater(min(rates.values()), 0)
+
+
+class Tenant(unittest.TestCase):
+    def test_protocol(self):
+        """What bench harvest asks and what the tenant answers, with host memory in place of a GPU's."""
+        p = subprocess.Popen([sys.executable, str(HERE / "tenant.py"), "--host"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+        def ask(**request):
+            p.stdin.write(json.dumps(request) + "\n")
+            p.stdin.flush()
+            return json.loads(p.stdout.readline())
+
+        self.assertEqual(json.loads(p.stdout.readline()), {"ready": True})
+        for held in (1000, 3000, 2000, 0):
+            said = ask(hold=held)
+            self.assertEqual((said["held"], said["refused"]), (held, False))
+        ask(hold=500)
+        said = ask(hold=1 << 40)
+        self.assertEqual((said["held"], said["refused"]), (500, True))
+        for kind in ("bf16 product", "HBM loop"):
+            self.assertGreater(ask(work=kind, seconds=0.01)["rate"], 0)
+        self.assertIn("KeyError", ask(work="nothing", seconds=0.01)["error"])
+        _, said = p.communicate(timeout=10)
+        self.assertEqual(p.returncode, 0)
+        self.assertIn("tenant: refused", said)
 
 
 if __name__ == "__main__":

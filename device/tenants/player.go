@@ -61,6 +61,10 @@ func (p *Player) Advance(now time.Duration) error {
 	return nil
 }
 
+// Want replaces what the trace says of a peer until its next change there: the bytes that Advance
+// occupies.
+func (p *Player) Want(s device.Space, bytes int64) { p.wanted[s] = bytes }
+
 // Next returns the time of the next change; false at the trace's end.
 func (p *Player) Next() (time.Duration, bool) {
 	if p.next == len(p.trace) {

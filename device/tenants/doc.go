@@ -1,6 +1,6 @@
 // Package tenants emulates other processes that use the memory of emulated GPUs: it replays
-// how many bytes they hold on each peer over time, from a recording (Read) or generated
-// (Generate) from a published distribution of memory in use. Real GPUs do not need it:
+// how many bytes they hold on each peer over time, from a recording (Read), from a published trace of
+// a cluster (ReadAlibaba), or generated (Generate) from a published distribution of memory in use. Real GPUs do not need it:
 // there, other processes really allocate.
 //
 //	trace, err := tenants.Read(file, peers, 0)

@@ -11,7 +11,7 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
-	"github.com/moeserve/moeserve/device/emulated/tenants"
+	"github.com/moeserve/moeserve/device/tenants"
 )
 
 var peers12 = []device.Space{device.HBM(1), device.HBM(2)}
