@@ -72,6 +72,7 @@ var imports = map[string]map[string]string{
 		"pipeline":         "steps, and what comes of them",
 	},
 	"engine/scheduler": {},
+	"engine/steptime":  {"engine/scheduler": "what a step computes, and the interface that it implements"},
 	"eval": {
 		"configs":     "the settings that a sweep varies",
 		"device":      "copies between its memories",
@@ -201,6 +202,7 @@ var imports = map[string]map[string]string{
 		"device/emulated/tenants": "plays a trace of other tenants",
 		"engine":                  "opens, runs and closes it",
 		"engine/scheduler":        "its policy, from settings",
+		"engine/steptime":         "limits prompts in steps that decode, from settings and hardware",
 		"experts":                 "opens and closes the store",
 		"forward":                 "opens the model's executor",
 		"harvest":                 "opens and closes it over the peers",

@@ -24,6 +24,9 @@
 // more than the pool is loading until Poll reports the end, while others run; what has not
 // arrived is computed. Transfers hold their blocks, so a sequence ends at once in any state.
 //
+// With Options.Pace a step that decodes has only so many prompt tokens that it does not take too
+// long (see package steptime), and the pace is told how long each step took.
+//
 // Pause has it run no step until Resume, so that the memory that steps use can be released: requests
 // that run end, finish before, or are preempted, and those that come wait.
 //

@@ -321,6 +321,9 @@ func (n *Node) assemble(ctx context.Context, u *setup, fit sizing.KVFit) (load t
 	if n.memory != nil {
 		eo.Lender = n.memory
 	}
+	if p := u.pace(&n.info); p != nil {
+		eo.Pace = p
+	}
 	if n.engine, err = engine.New(eo); err != nil {
 		return 0, fault.Of(fault.ErrConfig, err)
 	}
