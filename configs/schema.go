@@ -244,7 +244,7 @@ var Schema = []Key{
 	},
 	{
 		Name: "max-itl", Kind: String, Default: "auto", Placeholder: "auto|off|TIME", Commands: []string{"serve", "bench fairness", "config"},
-		Help: "maximum time between two tokens of a sequence (inter-token latency) while others' prompts are computed, as 30ms: steps that decode have fewer prompt tokens; auto: at most about 2.6 times the time without prompts, off: --max-num-batched-tokens alone limits steps",
+		Help: "maximum time between two tokens of a sequence (inter-token latency) while others' prompts are computed, as 30ms: steps that decode have fewer prompt tokens; auto: at most about twice the time without prompts, off: --max-num-batched-tokens alone limits steps",
 	},
 	{
 		Name: "scheduling-policy", Kind: String, Default: "fcfs", Allowed: schedulingPolicyNames, Commands: onServe,

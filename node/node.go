@@ -11,6 +11,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/engine/scheduler"
+	"github.com/moeserve/moeserve/engine/steptime"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/forward"
 	"github.com/moeserve/moeserve/harvest"
@@ -144,6 +145,7 @@ type Node struct {
 	pipe     *pipeline.Pipeline
 	steps    stepper
 	engine   *engine.Engine
+	pace     *steptime.Pace // nil: nothing limits prompts in steps that decode
 	observer *observe.Observer
 	lender   *lender // nil where nothing is borrowed
 	sleep    sleeper
@@ -321,8 +323,8 @@ func (n *Node) assemble(ctx context.Context, u *setup, fit sizing.KVFit) (load t
 	if n.memory != nil {
 		eo.Lender = n.memory
 	}
-	if p := u.pace(&n.info); p != nil {
-		eo.Pace = p
+	if n.pace = u.pace(&n.info); n.pace != nil {
+		eo.Pace = n.pace
 	}
 	if n.engine, err = engine.New(eo); err != nil {
 		return 0, fault.Of(fault.ErrConfig, err)

@@ -23,16 +23,18 @@
 // With Options.MaxSeconds a step that decodes has as many prompt tokens as keep it within 90 % of
 // that. Without, it has the larger one of two numbers:
 //
-//   - As many as make it take 2.6 times as long as without prompts, so that the longest times
-//     between two tokens are below three times the median.
+//   - As many as make it take twice as long as without prompts, so that the longest times
+//     between two tokens are well below three times the median. Shorter steps would gain little: of
+//     what prompts and decodes take together, the steps' constant part is already small.
 //   - As many as give prompts half of the rate that they have in steps of their own: with fewer,
 //     which is with few sequences that decode, the prompts would pay for little. A step of a
 //     mixture of experts reads almost all weights from some hundreds of tokens on, whatever it
 //     computes, so that is where tokens begin to cost time.
 //
-// In either case prompts get 64 tokens of a step, so that none starves where decoding alone takes
-// longer than the limit; and all that time allows, so that TTFT is as short as it can be. Steps in
-// which nothing decodes are not limited.
+// In either case prompts get 64 tokens of a step, and as many more as lengthen it by 10 %, so that
+// none starves where decoding alone takes longer than the limit, or where experts are copied for any
+// number of tokens; and all that time allows, so that TTFT is as short as it can be. Steps in which
+// nothing decodes are not limited.
 //
 // # What it is not
 //

@@ -30,13 +30,15 @@ func (o Options) EnsureDefaults() Options {
 const (
 	// share of MaxSeconds that is planned for, as steps vary.
 	share = 0.9
-	// decodeTimes is by how much prompts may lengthen a step that decodes, without MaxSeconds: less than 3, as steps vary.
-	decodeTimes = 2.6
+	// decodeTimes is by how much prompts may lengthen a step that decodes, without MaxSeconds.
+	decodeTimes = 2
 	// promptRate is the part of the rate of prompts in steps of their own that they are given
 	// where that is more.
 	promptRate = 0.5
-	// minTokens of prompts are in every step, if so many are left to compute.
-	minTokens = 64
+	// minTokens of prompts are in every step, if so many are left to compute. nearlyFree is how much
+	// longer a step may take for having more.
+	minTokens  = 64
+	nearlyFree = 1.1
 	// remembered is after how many steps with fewer prompt tokens a measurement is forgotten.
 	remembered = 256
 )
@@ -96,8 +98,10 @@ func (p *Pace) PromptTokens(m scheduler.Mix, most int) int {
 }
 
 // within is the maximum number of prompt tokens with which a step takes no longer, at least
-// minTokens.
+// minTokens and what is nearly free beside these.
 func (p *Pace) within(m scheduler.Mix, seconds float64, most int) int {
+	m.Prompt = minTokens
+	seconds = max(seconds, nearlyFree*p.Seconds(m))
 	return search(minTokens, most, func(n int) bool {
 		m.Prompt = n
 		return p.Seconds(m) <= seconds

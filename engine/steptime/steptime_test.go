@@ -37,16 +37,16 @@ func TestPromptTokens(t *testing.T) {
 		{name: "within a bound", max: 0.020, m: decodes(324), most: 8000, want: 2371},
 		{name: "not more than are left", max: 0.020, m: decodes(324), most: 1000, want: 1000},
 		{name: "behind a long context, where each token costs more", max: 0.020, m: scheduler.Mix{Decodes: 324, DecodeContext: 32400, PromptContext: 100_000}, most: 8000, want: 1223},
-		{name: "where decoding alone takes longer", max: 0.005, m: decodes(324), most: 8000, want: 64},
+		{name: "where decoding alone takes longer", max: 0.005, m: decodes(324), most: 8000, want: 666},
 		{name: "fewer than that are all", max: 0.005, m: decodes(324), most: 17, want: 17},
-		// 2.6 * 6.03 ms.
-		{name: "chosen by the time of decoding", m: decodes(324), most: 8000, want: 2024},
-		// Half of the rate: 450 tokens in 6 ms, where all are in 900 at the full one; but 2.6
-		// times the step of one sequence is longer.
-		{name: "one sequence", m: decodes(1), most: 8000, want: 2339},
+		// 2 * 6.03 ms.
+		{name: "chosen by the time of decoding", m: decodes(324), most: 8000, want: 1481},
+		// Half of the rate: 450 tokens in 6 ms, where all are in 900 at the full one; but twice
+		// the step of one sequence is longer.
+		{name: "one sequence", m: decodes(1), most: 8000, want: 1799},
 		{name: "nothing decodes", max: 0.005, most: 8000, want: 8000},
 		{name: "steps take twice as long as predicted", max: 0.040, m: decodes(324), most: 8000, want: 2371, measured: 2},
-		{name: "all steps alike change no choice", m: decodes(324), most: 8000, want: 2024, measured: 2},
+		{name: "all steps alike change no choice", m: decodes(324), most: 8000, want: 1481, measured: 2},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			p := steptime.New(steptime.Options{Predict: weights, MaxSeconds: tc.max, StepTokens: 8192})
@@ -262,7 +262,7 @@ func TestClosedLoop(t *testing.T) {
 func TestNoStarvation(t *testing.T) {
 	p := steptime.New(steptime.Options{Predict: weights, MaxSeconds: 0.001, StepTokens: 2048})
 	o := run(t, 32, 96, 300, 20, 2048, p, weights)
-	if o.p99 > 0.0065 {
+	if o.p99 > 0.0072 { // 10 % more, and the noise
 		t.Errorf("ITL p99 is %.1f ms, of steps that take 6 without prompts", 1e3*o.p99)
 	}
 }
