@@ -31,9 +31,9 @@
 //     mixture of experts reads almost all weights from some hundreds of tokens on, whatever it
 //     computes, so that is where tokens begin to cost time.
 //
-// In either case prompts get 64 tokens of a step, and as many more as lengthen it by 10 %, so that
-// none starves where decoding alone takes longer than the limit, or where experts are copied for any
-// number of tokens; and all that time allows, so that TTFT is as short as it can be. Steps in which
+// In either case prompts get 64 tokens of a step. Where that step takes too long already, as decoding
+// alone does or as experts are copied for any number of tokens, they get as many more as lengthen it
+// by 10 %, so that they do not starve. They get all that time allows, so that TTFT is as short as it can be. Steps in which
 // nothing decodes are not limited.
 //
 // # What it is not

@@ -36,7 +36,7 @@ const (
 	// where that is more.
 	promptRate = 0.5
 	// minTokens of prompts are in every step, if so many are left to compute. nearlyFree is how much
-	// longer a step may take for having more.
+	// longer a step may take for having more, where it takes too long in any case.
 	minTokens  = 64
 	nearlyFree = 1.1
 	// remembered is after how many steps with fewer prompt tokens a measurement is forgotten.
@@ -90,18 +90,22 @@ func (p *Pace) PromptTokens(m scheduler.Mix, most int) int {
 	if most <= minTokens || m.Decodes == 0 {
 		return most
 	}
-	if p.o.MaxSeconds > 0 {
-		return p.within(m, share*p.o.MaxSeconds, most)
+	alone, least := m, m
+	alone.Prompt, least.Prompt = 0, minTokens
+	// Steps of any number of prompt tokens may take longer than they should.
+	short := p.Seconds(least)
+	if bound := p.o.MaxSeconds; bound > 0 {
+		if short > bound {
+			return p.within(m, nearlyFree*short, most)
+		}
+		return p.within(m, share*bound, most)
 	}
-	m.Prompt = 0
-	return max(p.within(m, decodeTimes*p.Seconds(m), most), p.worthwhile(m.PromptContext, most))
+	return max(p.within(m, max(decodeTimes*p.Seconds(alone), nearlyFree*short), most), p.worthwhile(m.PromptContext, most))
 }
 
 // within is the maximum number of prompt tokens with which a step takes no longer, at least
-// minTokens and what is nearly free beside these.
+// minTokens.
 func (p *Pace) within(m scheduler.Mix, seconds float64, most int) int {
-	m.Prompt = minTokens
-	seconds = max(seconds, nearlyFree*p.Seconds(m))
 	return search(minTokens, most, func(n int) bool {
 		m.Prompt = n
 		return p.Seconds(m) <= seconds

@@ -7,6 +7,8 @@ import (
 	"slices"
 	"testing"
 
+	"pgregory.net/rapid"
+
 	"github.com/moeserve/moeserve/engine/scheduler"
 	"github.com/moeserve/moeserve/engine/steptime"
 	"github.com/moeserve/moeserve/kvcache"
@@ -129,6 +131,32 @@ func TestForgets(t *testing.T) {
 	if steps < 100 || steps > 600 {
 		t.Errorf("%d prompt tokens again after %d steps", p.PromptTokens(m, 8000), steps)
 	}
+}
+
+// Whatever steps have taken, a step has at least 64 prompt tokens, where there are as many, and at
+// most those there are; and with a bound no more than are predicted to keep it, but for steps that
+// cannot.
+func TestLimits(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		bound := rapid.SampledFrom([]float64{0, 0.003, 0.010, 0.030, 1}).Draw(t, "bound")
+		p := steptime.New(steptime.Options{Predict: weights, MaxSeconds: bound, StepTokens: 8192})
+		mix := func(prompt int) scheduler.Mix {
+			d := rapid.IntRange(0, 512).Draw(t, "decodes")
+			return scheduler.Mix{Decodes: d, DecodeContext: d * rapid.IntRange(1, 4096).Draw(t, "context"), Prompt: prompt, PromptContext: rapid.IntRange(0, 1<<17).Draw(t, "prompt context")}
+		}
+		for range rapid.IntRange(0, 60).Draw(t, "steps") {
+			p.Measured(mix(rapid.IntRange(0, 8192).Draw(t, "prompt")), rapid.Float64Range(1e-5, 10).Draw(t, "seconds"))
+		}
+		m, most := mix(0), rapid.IntRange(1, 8192).Draw(t, "most")
+		n := p.PromptTokens(m, most)
+		if n < min(64, most) || n > most {
+			t.Fatalf("%d prompt tokens, of %d", n, most)
+		}
+		least := p.Seconds(with(m, 64))
+		if got := p.Seconds(with(m, n)); bound > 0 && m.Decodes > 0 && n > 64 && got > max(bound, 1.1001*least) {
+			t.Fatalf("%d prompt tokens take %v s, %v with 64, with a bound of %v", n, got, least, bound)
+		}
+	})
 }
 
 // outcome is what a closed loop of streams has measured.
