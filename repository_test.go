@@ -77,6 +77,7 @@ var imports = map[string]map[string]string{
 		"pipeline":         "steps, and what comes of them",
 	},
 	"engine/scheduler": {},
+	"engine/steptime":  {"engine/scheduler": "what a step computes, and the interface that it implements"},
 	"eval": {
 		"configs":     "the settings that a sweep varies",
 		"device":      "copies between its memories",
@@ -247,6 +248,7 @@ var imports = map[string]map[string]string{
 		"transfer":           "opens and closes it",
 		"untrusted":          "files that settings name",
 		"kvcache/offload":    "the tiers of KV blocks",
+		"engine/steptime":    "limits prompts in steps that decode, from settings and hardware",
 	},
 	"node/bench": {
 		"configs":         "settings of a run",

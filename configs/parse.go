@@ -421,6 +421,32 @@ func (m Model) ParseRouting() (float64, error) {
 	return skew, nil
 }
 
+// MaxITL is what the setting max-itl asks for.
+type MaxITL struct {
+	// Off: prompts are not limited in steps that decode.
+	Off bool
+	// Bound of a step that decodes; 0: it is chosen.
+	Bound time.Duration
+}
+
+// ParseMaxITL reads the setting max-itl. Errors are *SettingError.
+func (b Batch) ParseMaxITL() (MaxITL, error) {
+	switch b.MaxITL {
+	case "auto", "": // of settings that a policy stands for
+		return MaxITL{}, nil
+	case "off":
+		return MaxITL{Off: true}, nil
+	}
+	d, err := time.ParseDuration(b.MaxITL)
+	if s, number := strconv.ParseFloat(b.MaxITL, 64); number == nil && s < 1e6 { // seconds, as those of plan --max-tpot
+		d, err = time.Duration(s*float64(time.Second)), nil
+	}
+	if err != nil || d <= 0 {
+		return MaxITL{}, &SettingError{Key: "max-itl", Value: b.MaxITL, Want: "must be auto, off, or a time above 0 as 30ms or 0.03 (seconds)"}
+	}
+	return MaxITL{Bound: d}, nil
+}
+
 // CPUExpertChoice is what the setting cpu-experts asks for.
 type CPUExpertChoice struct {
 	// Auto: as many experts as let CPU and link end together.

@@ -327,3 +327,20 @@ func TestCPUExpertSettings(t *testing.T) {
 		t.Errorf("auto with attention on the CPU: %+v, %v", c, err)
 	}
 }
+
+func TestParseMaxITL(t *testing.T) {
+	for text, want := range map[string]MaxITL{
+		"auto": {}, "": {}, "off": {Off: true}, "30ms": {Bound: 30 * time.Millisecond}, "0.05": {Bound: 50 * time.Millisecond}, "1s": {Bound: time.Second},
+	} {
+		if got, err := (Batch{MaxITL: text}).ParseMaxITL(); got != want || err != nil {
+			t.Errorf("%q: %+v, %v", text, got, err)
+		}
+	}
+	for _, text := range []string{"0", "-5ms", "soon", "30 ms", "NaN", "Inf", "-Inf", "1e300"} {
+		s := with(func(s *Settings) { s.Batch.MaxITL = text })
+		var bad *SettingError
+		if err := s.Validate(); !errors.As(err, &bad) || bad.Key != "max-itl" {
+			t.Errorf("%q: %v", text, err)
+		}
+	}
+}

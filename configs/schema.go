@@ -244,6 +244,10 @@ var Schema = []Key{
 		Help: "maximum tokens of a step",
 	},
 	{
+		Name: "max-itl", Kind: String, Default: "auto", Placeholder: "auto|off|TIME", Commands: []string{"serve", "bench fairness", "config"},
+		Help: "maximum time between two tokens of a sequence (inter-token latency) while others' prompts are computed, as 30ms: steps that decode have fewer prompt tokens; auto: at most about twice the time without prompts, off: --max-num-batched-tokens alone limits steps",
+	},
+	{
 		Name: "scheduling-policy", Kind: String, Default: "fcfs", Allowed: schedulingPolicyNames, Commands: onServe,
 		Help: "which requests come first: fcfs: in order of arrival, priority: lower priority values, fair: those that have got the fewest tokens, which others are preempted for",
 	},

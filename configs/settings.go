@@ -106,6 +106,7 @@ const (
 type Batch struct {
 	MaxNumSeqs          int              `mapstructure:"max-num-seqs"`
 	MaxNumBatchedTokens int              `mapstructure:"max-num-batched-tokens"`
+	MaxITL              string           `mapstructure:"max-itl"`
 	SchedulingPolicy    SchedulingPolicy `mapstructure:"scheduling-policy"`
 	FairGranularity     int              `mapstructure:"fair-granularity"`
 	MicroBatchSize      int              `mapstructure:"micro-batch-size"`
@@ -325,6 +326,9 @@ func (s Settings) Validate() error {
 		}
 	}
 	if err := s.validatePeers(); err != nil {
+		return err
+	}
+	if _, err := s.Batch.ParseMaxITL(); err != nil {
 		return err
 	}
 	if _, err := s.Batch.ParseCPUExperts(); err != nil {

@@ -82,3 +82,20 @@ func (b *batch) promptTokens() (n int) {
 	}
 	return n
 }
+
+// mix is what the step's time depends on.
+func (b *batch) mix() (m scheduler.Mix) {
+	for i := range b.chunks {
+		c := &b.chunks[i]
+		switch n := c.To - c.From; {
+		case n == 1:
+			m.Decodes++
+			m.DecodeContext += c.From
+		case m.Prompt == 0:
+			m.Prompt, m.PromptContext = n, c.From
+		default:
+			m.Prompt += n
+		}
+	}
+	return m
+}

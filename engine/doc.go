@@ -29,6 +29,9 @@
 // mask takes longer than the layers. The state of the grammar depends on the sample's tokens alone: preemption does not
 // change it.
 //
+// With Options.Pace a step that decodes has only so many prompt tokens that it does not take too
+// long (see package steptime), and the pace is told how long each step took.
+//
 // Pause has it run no step until Resume, so that the memory that steps use can be released: requests
 // that run end, finish before, or are preempted, and those that come wait.
 //

@@ -33,6 +33,15 @@ type Lender interface {
 	Computed(tokens int, seconds float64)
 }
 
+// Pace limits the prompt tokens of steps that also decode, by how long steps have taken.
+// *steptime.Pace is one. The engine's goroutine calls its methods.
+type Pace interface {
+	scheduler.Pace
+	// Measured reports the time of a step, in seconds: from the end of the step before, where the
+	// engine was not idle in between.
+	Measured(m scheduler.Mix, seconds float64)
+}
+
 // Options of an engine.
 type Options struct {
 	// Pipeline runs the steps. KV manages the blocks of the KV cache that they use.
@@ -50,6 +59,8 @@ type Options struct {
 	// Scheduling decides which requests come first, and which are preempted. Default: first
 	// come, first served; of fair scheduling, a granularity of 64 tokens.
 	Scheduling scheduler.Policy
+	// Pace limits the prompt tokens of steps that also decode. Default: none.
+	Pace Pace
 	// MaxAdjust is the maximum number of logits that a step changes for penalties,
 	// biases and bans: see forward.Limits. Default: 2^20.
 	MaxAdjust int
@@ -226,6 +237,8 @@ type Engine struct {
 	running turnstile
 	// batch is the present step's.
 	batch batch
+	// stepEnded is when the step before ended, by the devices' clock; -1: the engine was idle since.
+	stepEnded time.Duration
 	// updates are those that no job has received yet.
 	updates, spareUpdates []delivery
 	deliveryDone          chan struct{}
@@ -309,9 +322,14 @@ func New(o Options) (*Engine, error) {
 		running:      make(turnstile, 1),
 		wake:         make(chan struct{}, 1),
 		deliveryDone: make(chan struct{}),
-		sched:        scheduler.New(scheduler.Limits{StepTokens: o.MaxNumBatchedTokens, Sequences: o.MaxNumSeqs, CacheTokens: o.KV.Capacity()}, o.Scheduling),
+		stepEnded:    -1,
 		state:        State{KVBlocks: o.KV.Blocks(), KVMaxBlocks: o.KV.Blocks(), BlockTokens: o.KV.BlockTokens()},
 	}
+	limits := scheduler.Limits{StepTokens: o.MaxNumBatchedTokens, Sequences: o.MaxNumSeqs, CacheTokens: o.KV.Capacity()}
+	if o.Pace != nil {
+		limits.Pace = o.Pace
+	}
+	e.sched = scheduler.New(limits, o.Scheduling)
 	if o.Offload != nil {
 		e.meanwhile = e.prefixes.meanwhile
 		o.Offload.OnLost(e.wakeUp) // also an idle engine polls
@@ -522,6 +540,7 @@ type Output struct {
 func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func(output int, u Update)) ([]Output, error) {
 	e.running.Lock()
 	defer e.running.Unlock()
+	e.stepEnded = -1
 	subs := make([]*submission, len(requests))
 	for i, r := range requests {
 		var err error
@@ -600,6 +619,7 @@ func (e *Engine) runStep(ctx context.Context) (worked bool, err error) {
 	e.takeIn()
 	e.takeLoaded()
 	if e.hold() {
+		e.stepEnded = -1
 		return false, nil
 	}
 	if e.o.Lender != nil {
@@ -625,6 +645,7 @@ func (e *Engine) runStep(ctx context.Context) (worked bool, err error) {
 	}
 	e.publish()
 	if len(plan.Chunks) == 0 {
+		e.stepEnded = -1
 		e.deliver()
 		e.prefixes.storeFilled()
 		// Blocks of prompts that samples have yet to fork may be what others lack.
@@ -744,6 +765,7 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 			return err
 		}
 		if len(e.batch.sequences) == 0 {
+			e.stepEnded = -1
 			e.setFailing(nil)
 			return nil
 		}
@@ -751,10 +773,19 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 	}
 	e.prefixes.storeFilled() // if the step has not done so
 	e.o.KV.Copied()
+	ended := e.o.Clock()
+	if e.o.Pace != nil && tries == 1 {
+		since := began
+		if e.stepEnded >= 0 {
+			since = e.stepEnded
+		}
+		e.o.Pace.Measured(e.batch.mix(), (ended - since).Seconds())
+	}
+	e.stepEnded = ended
 	tokens, prefill := e.batch.tokens()
 	// Steps that mostly decode say little of how long prompts take.
 	if n := e.batch.promptTokens(); tries == 1 && n > 0 && 2*n >= tokens {
-		e.computed(n, (e.o.Clock() - began).Seconds())
+		e.computed(n, (ended - began).Seconds())
 	}
 	e.mu.Lock()
 	e.state.Steps++

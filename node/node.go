@@ -12,6 +12,7 @@ import (
 	"github.com/moeserve/moeserve/device/tenants"
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/engine/scheduler"
+	"github.com/moeserve/moeserve/engine/steptime"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/forward"
 	"github.com/moeserve/moeserve/harvest"
@@ -146,6 +147,7 @@ type Node struct {
 	pipe     *pipeline.Pipeline
 	steps    stepper
 	engine   *engine.Engine
+	pace     *steptime.Pace // nil: nothing limits prompts in steps that decode
 	observer *observe.Observer
 	lender   *lender // nil where nothing is borrowed
 	sleep    sleeper
@@ -324,6 +326,9 @@ func (n *Node) assemble(ctx context.Context, u *setup, fit sizing.KVFit) (load t
 	}
 	if n.memory != nil {
 		eo.Lender = n.memory
+	}
+	if n.pace = u.pace(&n.info); n.pace != nil {
+		eo.Pace = n.pace
 	}
 	if n.engine, err = engine.New(eo); err != nil {
 		return 0, fault.Of(fault.ErrConfig, err)

@@ -104,7 +104,13 @@ The file is ` + "`--config FILE`, else `moeserve.yaml`" + ` in the current direc
 				own = append(own, fmt.Sprintf("`--%s`: %s", f.Name, cell(f.Usage)))
 			}
 		})
-		fmt.Fprintf(&b, "| `%s` | %s | %s |\n", c.CommandPath(), cell(c.Short), strings.Join(own, "<br>"))
+		// Commands with many flags have several rows.
+		const most = 9
+		name, short := c.CommandPath(), cell(c.Short)
+		for flags := range slices.Chunk(own, most) {
+			fmt.Fprintf(&b, "| `%s` | %s | %s |\n", name, short, strings.Join(flags, "<br>"))
+			short = "(more flags)"
+		}
 	}
 	b.WriteString("\n## `--emulate`\n\nThe value is a list of settings of emulated devices, with commas between them:\n\n```text\n" + strings.Trim(devices.EmulateHelp, "\n") + "\n```\n")
 	reference(t, "settings.md", "Settings", "everybody who runs moeserve: every flag, variable and key of a configuration file", b.String())

@@ -119,6 +119,8 @@ var foreign = map[string]string{
 	"--n-cpu-moe": "--offload-fraction", "--cpu-moe": "--offload-fraction", "--cpu-offload-gb": "--offload-fraction",
 	"--n-gpu-layers": "--offload-fraction", "--gpu-layers": "--offload-fraction",
 	"--prompts": "--dataset-path", "--num-requests": "--num-prompts", "--main-gpu": "--gpu",
+	"--random-input-len": "--input-len", "--random-output-len": "--output-len", "--custom-output-len": "--output-len",
+	"--save-result": "--json", "--result-filename": "--json", "--backend": "--endpoint", "--endpoint-type": "--endpoint",
 }
 
 // foreignUse says what to do instead of flags of other engines that have no counterpart.

@@ -22,6 +22,8 @@
 //
 //   - Running sequences are scheduled before waiting ones, each in order, and
 //     sequences that decode (one token left) before prefills.
+//   - With a Pace, a step that decodes has only as many prompt tokens as that allows, at least one,
+//     so that prompts do not hold up decodes, and none starves.
 //   - Of the tokens that decodes leave, the first prompt gets as many as it needs, or at
 //     least three quarters. Then come prompts that fit whole, so that a short one does not wait
 //     for the end of a long one; what they leave goes to the others in order. A

@@ -12,6 +12,25 @@ type Limits struct {
 	StepTokens, Sequences int
 	// CacheTokens is the capacity of the KV cache, and so the maximum of one sequence.
 	CacheTokens int
+	// Pace limits prompts in steps that also decode. Default: only StepTokens does.
+	Pace Pace
+}
+
+// Mix is what the time of a step depends on.
+type Mix struct {
+	// Decodes is the number of sequences that compute one token; DecodeContext are their tokens
+	// in the KV cache, of all together.
+	Decodes, DecodeContext int
+	// Prompt is the number of tokens of all other sequences, those that compute a prompt;
+	// PromptContext are the tokens in the KV cache of the first of them.
+	Prompt, PromptContext int
+}
+
+// Pace limits the prompt tokens of steps that also decode, so that these do not take too long.
+type Pace interface {
+	// PromptTokens is how many prompt tokens a step may have beside the decodes of m, from 1 to
+	// most. Of m all but Prompt is set.
+	PromptTokens(m Mix, most int) int
 }
 
 // Cached says where the content of matched tokens is.
@@ -246,6 +265,7 @@ func (s *Scheduler) Plan() Plan {
 		st.promised = s.promises()
 	}
 	st.decodes()
+	st.pace()
 	st.prompts()
 	if !st.outOfBlocks {
 		st.admit(false)
@@ -295,6 +315,25 @@ func (st *step) decodes() {
 			st.compute(q, 1)
 		}
 	})
+}
+
+// pace lowers the budget of prompts beside the decodes that are scheduled.
+func (st *step) pace() {
+	if st.limits.Pace == nil || len(st.Chunks) == 0 || st.budget == 0 {
+		return
+	}
+	m := Mix{Decodes: len(st.Chunks)}
+	for i := range st.Chunks {
+		m.DecodeContext += st.Chunks[i].From
+	}
+	i := slices.IndexFunc(st.running, func(q *sequence) bool { return q.tokens-q.computed > 1 })
+	switch {
+	case i >= 0:
+		m.PromptContext = st.running[i].computed
+	case st.held || len(st.waiting) == 0:
+		return
+	}
+	st.budget = min(st.budget, max(1, st.limits.Pace.PromptTokens(m, st.budget)))
 }
 
 // prompts schedules the oldest running prompt, up to its share, and others that fit whole.

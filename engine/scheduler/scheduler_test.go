@@ -90,8 +90,13 @@ func (a *account) add(id ID, tokens, most, priority int, prefix string, inStore 
 	a.Add(id, &stored{x, inStore, a}, tokens, most, priority)
 }
 
+// pace lets steps that decode have so many prompt tokens.
+type pace int
+
+func (p pace) PromptTokens(_ Mix, _ int) int { return int(p) }
+
 // TestScript runs histories: `new rows=… sequences=… blocks=… block-tokens=… [policy=…]
-// [granularity=…]`, `add id=… tokens=… most=… [priority=…] [prefix=…] [stored=…]`, `remove id=…`, `restart id=…`
+// [granularity=…] [pace=…]`, `add id=… tokens=… most=… [priority=…] [prefix=…] [stored=…]`, `remove id=…`, `restart id=…`
 // (computes all again), `loaded id=… tokens=…` and `step [times=…]`, which plans, prints
 // the plan and does as it says. Sequences of one prefix have the same tokens; stored are
 // first tokens that can be loaded, but not after `on-its-way n=1`. After `copies hold`, blocks
@@ -109,6 +114,10 @@ func TestScript(t *testing.T) {
 			d.ScanArgs(t, "block-tokens", &blockTokens)
 			var policy string
 			var p Policy
+			if paced := 0; d.HasArg("pace") {
+				d.ScanArgs(t, "pace", &paced)
+				l.Pace = pace(paced)
+			}
 			d.MaybeScanArgs(t, "policy", &policy)
 			d.MaybeScanArgs(t, "granularity", &p.Granularity)
 			p.Order = map[string]Order{"": FCFS, "priority": ByPriority, "fair": Fair}[policy]
@@ -216,6 +225,9 @@ func (a *account) state() string {
 func TestHistories(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		l := Limits{StepTokens: rapid.IntRange(1, 24).Draw(t, "rows"), Sequences: rapid.IntRange(1, 6).Draw(t, "sequences")}
+		if paced := rapid.IntRange(0, 24).Draw(t, "pace"); paced > 0 {
+			l.Pace = pace(paced - 1) // 0 is as 1: prompts do not starve
+		}
 		blockTokens := rapid.IntRange(1, 5).Draw(t, "block tokens")
 		policy := Policy{Order: rapid.SampledFrom([]Order{FCFS, ByPriority, Fair}).Draw(t, "order"), Granularity: rapid.IntRange(1, 12).Draw(t, "granularity")}
 		o := kvcache.ManagerOptions{BlockTokens: blockTokens, Extents: rapid.IntRange(0, 3).Draw(t, "extents"), ExtentBlocks: rapid.IntRange(1, 3).Draw(t, "extent blocks")}

@@ -3,6 +3,7 @@ package serving
 import (
 	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -22,12 +23,6 @@ const (
 
 // Endpoints lists them.
 var Endpoints = []string{Completions, ChatCompletions}
-
-// Prompt is text, or token ids, which /v1/completions accepts too.
-type Prompt struct {
-	Text string
-	IDs  []int32
-}
 
 // Client sends requests to a server.
 type Client struct {
@@ -185,10 +180,10 @@ quick daft zebras jump! Sphinx of black quartz, judge my vow: 0 1 2 3 4 5 6 7 8 
 q r s t u v w x y z. When the cache holds what a layer needs, nothing waits; when it does not, the engine copies weights
 from memory that is farther away, and the step takes as long as the slowest link between them.`
 
-// body is a request for a completion of outputLen tokens.
-func (c *Client) body(p Prompt, o *Options) map[string]any {
+// body is a request for a completion.
+func (c *Client) body(p *Request, o *Options) map[string]any {
 	b := map[string]any{
-		"model": c.Model, "max_tokens": o.OutputLen, "temperature": o.Temperature, "stream": true,
+		"model": c.Model, "max_tokens": cmp.Or(p.OutputLen, o.OutputLen), "temperature": o.Temperature, "stream": true,
 		"stream_options": map[string]any{"include_usage": true},
 	}
 	if o.IgnoreEOS {
@@ -208,10 +203,11 @@ func (c *Client) body(p Prompt, o *Options) map[string]any {
 // sample is the measurement of one request.
 type sample struct {
 	promptTokens, outputTokens int
+	began                      time.Time
 	ttft, e2e                  time.Duration
-	// decode is from the first chunk with text to the last.
-	decode time.Duration
-	itl    []time.Duration
+	itl                        []time.Duration
+	// text that was generated, with Options.Detailed.
+	text string
 }
 
 // chunk is a chunk of either endpoint's stream.
@@ -237,15 +233,16 @@ type chunk struct {
 }
 
 // measure sends one request and reads its stream.
-func (c *Client) measure(ctx context.Context, p Prompt, o *Options) (sample, error) {
+func (c *Client) measure(ctx context.Context, p *Request, o *Options) (sample, error) {
 	began := time.Now()
 	res, err := c.send(ctx, http.MethodPost, c.Endpoint, c.body(p, o))
 	if err != nil {
 		return sample{}, err
 	}
 	defer res.Body.Close() //nolint:errcheck // only read from
-	var s sample
+	s := sample{began: began}
 	var first, last time.Time
+	var generated strings.Builder
 	usage, done := false, false
 	lines := bufio.NewScanner(res.Body)
 	lines.Buffer(nil, maxEventBytes)
@@ -276,6 +273,9 @@ func (c *Client) measure(ctx context.Context, p Prompt, o *Options) (sample, err
 			continue
 		}
 		x := &k.Choices[0]
+		if o.Detailed {
+			generated.WriteString(x.Text + x.Delta.Content)
+		}
 		text := x.Text != "" || x.Delta.Content != "" || x.Delta.Reasoning != "" || x.Delta.ReasoningContent != "" || len(x.Delta.ToolCalls) > 0
 		switch {
 		case first.IsZero() && (text || x.FinishReason != nil):
@@ -286,7 +286,7 @@ func (c *Client) measure(ctx context.Context, p Prompt, o *Options) (sample, err
 			last = now
 		}
 	}
-	s.decode = last.Sub(first)
+	s.text = generated.String()
 	switch err := lines.Err(); {
 	case err != nil && !done:
 		return s, fmt.Errorf("serving: %s: read the stream: %w", c.Endpoint, err)

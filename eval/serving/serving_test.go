@@ -109,7 +109,7 @@ func client(f *fake) *serving.Client {
 	return &serving.Client{BaseURL: "http://server/", Endpoint: serving.Completions, Model: "m", APIKey: "k", HTTP: &http.Client{Transport: f}}
 }
 
-func prompts(n int) []serving.Prompt { return slices.Repeat([]serving.Prompt{{Text: "p"}}, n) }
+func prompts(n int) []serving.Request { return slices.Repeat([]serving.Request{{Text: "p"}}, n) }
 
 func TestRun(t *testing.T) {
 	for _, endpoint := range serving.Endpoints {
@@ -119,21 +119,21 @@ func TestRun(t *testing.T) {
 			c.Endpoint = endpoint
 			var calls []int
 			r, err := serving.Run(t.Context(), c, serving.Options{
-				Prompts: prompts(4), OutputLen: 11, MaxConcurrency: 2, IgnoreEOS: true, Percentiles: []float64{50, 99},
+				Requests: prompts(4), OutputLen: 11, MaxConcurrency: 2, IgnoreEOS: true, Percentiles: []float64{50, 99},
 				Run: eval.Run{Version: "v1"}, Progress: func(done, total int) { calls = append(calls, 10*done+total) },
 			})
 			if err != nil {
 				t.Fatal(err)
 			}
 			// Two at a time, of 200 ms each.
-			if r.DurationSeconds != 0.4 || r.Completed != 4 || r.Failed != 0 || r.PeakConcurrency != 2 || *r.MaxConcurrency != 2 || r.RequestRate != nil {
+			if r.DurationSeconds != 0.4 || r.Completed != 4 || r.Failed != 0 || r.PeakConcurrency != 2 || r.MaxConcurrency != 2 || r.Arrivals.Rate != 0 {
 				t.Errorf("%+v", r)
 			}
-			if r.TotalInputTokens != 16 || r.TotalOutputTokens != 44 || r.RequestThroughput != 10 || r.OutputThroughput != 110 || r.TotalTokenThroughput != 150 {
+			if r.TotalInputTokens != 16 || r.TotalOutputTokens != 44 || r.RequestThroughput != 10 || r.OutputThroughput != 110 || r.TotalThroughput != 150 {
 				t.Errorf("%+v", r)
 			}
 			for name, d := range map[float64]serving.Distribution{0.1: r.TTFT, 0.01: r.TPOT, 0.2: r.E2EL} {
-				if math.Abs(d.Mean-name) > 1e-9 || *d.Stddev > 1e-9 || len(d.Percentiles) != 2 || math.Abs(d.Percentiles[1].Value-name) > 1e-9 || d.Percentiles[1].P != 99 {
+				if math.Abs(d.Mean-name) > 1e-9 || d.Stddev > 1e-9 || math.Abs(d.Median-name) > 1e-9 || len(d.Percentiles) != 2 || math.Abs(d.Percentiles[1].Value-name) > 1e-9 || d.Percentiles[1].P != 99 {
 					t.Errorf("%v: %+v", name, d)
 				}
 			}
@@ -160,11 +160,11 @@ func TestRateIsKept(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := &fake{}
 		const n = 50
-		r, err := serving.Run(t.Context(), client(f), serving.Options{Prompts: prompts(n), OutputLen: 2, Rate: 20, Seed: 3})
-		if err != nil || *r.RequestRate != 20 || r.MaxConcurrency != nil {
+		r, err := serving.Run(t.Context(), client(f), serving.Options{Requests: prompts(n), OutputLen: 2, Arrivals: serving.Arrivals{Rate: 20}, Seed: 3})
+		if err != nil || r.Arrivals.Rate != 20 || r.MaxConcurrency != 0 {
 			t.Fatalf("%+v, %v", r, err)
 		}
-		for i, at := range serving.Arrivals(n, 20, 3) {
+		for i, at := range (serving.Arrivals{Rate: 20}).Times(n, 3) {
 			if got := f.at[i+1].Sub(f.at[1]); got != at {
 				t.Errorf("request %d arrives at %v, want %v", i, got, at)
 			}
@@ -174,12 +174,10 @@ func TestRateIsKept(t *testing.T) {
 
 func TestArrivals(t *testing.T) {
 	const n, rate = 20000, 5
-	at := serving.Arrivals(n, rate, 1)
-	if at[0] != 0 || !slices.IsSorted(at) || !slices.Equal(at, serving.Arrivals(n, rate, 1)) || slices.Equal(at, serving.Arrivals(n, rate, 2)) {
+	poisson := serving.Arrivals{Rate: rate}
+	at := poisson.Times(n, 1)
+	if at[0] != 0 || !slices.IsSorted(at) || !slices.Equal(at, poisson.Times(n, 1)) || slices.Equal(at, poisson.Times(n, 2)) {
 		t.Error("not a process from 0 on that the seed decides")
-	}
-	if mean := at[n-1].Seconds() / (n - 1); math.Abs(mean*rate-1) > 0.03 {
-		t.Errorf("%v s between arrivals", mean)
 	}
 	// Of an exponential distribution the share above the mean is 1/e.
 	above := 0
@@ -191,21 +189,193 @@ func TestArrivals(t *testing.T) {
 	if share := float64(above) / n; math.Abs(share-1/math.E) > 0.02 {
 		t.Errorf("%v of the gaps are above their mean", share)
 	}
-	if got := serving.Arrivals(3, 0, 1); !slices.Equal(got, make([]time.Duration, 3)) {
+	if got := (serving.Arrivals{}).Times(3, 1); !slices.Equal(got, make([]time.Duration, 3)) {
 		t.Errorf("without a rate %v", got)
+	}
+	// The mean of gaps is 1 / rate whatever the burstiness, and their variance that over it.
+	for _, burstiness := range []float64{0.25, 1, 4, math.Inf(1)} {
+		at := serving.Arrivals{Rate: rate, Burstiness: burstiness}.Times(n, 1)
+		mean, square := at[n-1].Seconds()/(n-1), 0.0
+		for i := range n - 1 {
+			d := (at[i+1] - at[i]).Seconds() - mean
+			square += d * d / (n - 1)
+		}
+		if variance := square * rate * rate; math.Abs(mean*rate-1) > 0.03 || math.Abs(variance-1/burstiness) > 0.1/burstiness+1e-12 {
+			t.Errorf("burstiness %v: %v s between arrivals, variance %v", burstiness, mean, variance)
+		}
+	}
+	// A ramp has its rates at its ends; an exponential one has their geometric mean in the middle.
+	for _, ramp := range []serving.Ramp{{serving.Linear, 1, 9}, {serving.Exponential, 1, 9}} {
+		at := serving.Arrivals{Burstiness: math.Inf(1), Ramp: ramp}.Times(1001, 1)
+		rateAt := func(i int) float64 { return 1 / (at[i+1] - at[i]).Seconds() }
+		middle := map[string]float64{serving.Linear: 5, serving.Exponential: 3}[ramp.Strategy]
+		if math.Abs(rateAt(0)-1) > 0.01 || math.Abs(rateAt(999)-9) > 0.1 || math.Abs(rateAt(500)-middle) > 0.05 {
+			t.Errorf("%+v: %v, %v, %v requests/s", ramp, rateAt(0), rateAt(500), rateAt(999))
+		}
 	}
 }
 
 func TestDistribute(t *testing.T) {
 	d := serving.Distribute([]float64{4, 1, 3, 2}, []float64{50, 90, 99})
-	if d.Mean != 2.5 || math.Abs(*d.Stddev-1.2909944) > 1e-6 || d.Percentiles[0].Value != 2.5 || math.Abs(d.Percentiles[1].Value-3.7) > 1e-9 || math.Abs(d.Percentiles[2].Value-3.97) > 1e-9 {
+	if d.Mean != 2.5 || d.Median != 2.5 || math.Abs(d.Stddev-math.Sqrt(1.25)) > 1e-9 || d.Percentiles[0].Value != 2.5 || math.Abs(d.Percentiles[1].Value-3.7) > 1e-9 || math.Abs(d.Percentiles[2].Value-3.97) > 1e-9 {
 		t.Errorf("%+v", d)
 	}
-	if d := serving.Distribute([]float64{7}, []float64{1, 99}); d.Mean != 7 || d.Stddev != nil || d.Percentiles[0].Value != 7 || d.Percentiles[1].Value != 7 {
+	if d := serving.Distribute([]float64{7}, []float64{1, 99}); d.Mean != 7 || d.Stddev != 0 || d.Percentiles[0].Value != 7 || d.Percentiles[1].Value != 7 {
 		t.Errorf("of one value %+v", d)
 	}
-	if d := serving.Distribute(nil, []float64{50}); d.Mean != 0 || d.Stddev != nil || d.Percentiles[0] != (serving.Percentile{P: 50}) {
+	if d := serving.Distribute(nil, []float64{50}); d.Mean != 0 || d.Median != 0 || d.Percentiles[0] != (serving.Percentile{P: 50}) {
 		t.Errorf("of none %+v", d)
+	}
+}
+
+// Goodput counts the requests that keep all bounds. Each takes 100 ms for its first token, and 10
+// for each other one.
+func TestGoodput(t *testing.T) {
+	for text, good := range map[string]float64{
+		"ttft:101": 4, "ttft:99": 0, "tpot:11": 4, "tpot:9,ttft:101": 0, "e2el:201": 4, "ttft:101 tpot:11 e2el:199": 0,
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			bounds, err := serving.ParseGoodput(text)
+			if err != nil {
+				t.Fatal(err)
+			}
+			r, err := serving.Run(t.Context(), client(&fake{}), serving.Options{Requests: prompts(4), OutputLen: 11, Goodput: bounds})
+			if err != nil || math.Abs(r.RequestGoodput*r.DurationSeconds-good) > 1e-9 {
+				t.Errorf("%s: %v requests/s in %v s, want %v requests; %v", text, r.RequestGoodput, r.DurationSeconds, good, err)
+			}
+		})
+	}
+	for _, text := range []string{"itl:5", "ttft", "ttft:0", "ttft:-1", "tpot:NaN", "e2el:Inf", "ttft:5ms"} {
+		if _, err := serving.ParseGoodput(text); !errors.Is(err, eval.ErrInput) {
+			t.Errorf("%q: %v", text, err)
+		}
+	}
+}
+
+// The object has vLLM's keys, its units, and nothing that JSON does not know.
+func TestJSON(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		bounds, _ := serving.ParseGoodput("ttft:101")
+		r, err := serving.Run(t.Context(), client(&fake{}), serving.Options{
+			Requests: prompts(4), OutputLen: 11, MaxConcurrency: 2, Warmups: 3, Percentiles: []float64{90, 99.9}, Goodput: bounds, Detailed: true,
+			Arrivals: serving.Arrivals{Burstiness: math.Inf(1), Ramp: serving.Ramp{Strategy: serving.Linear, Start: 100, End: 200}},
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		data, err := json.Marshal(r)
+		var got map[string]any
+		if err = errors.Join(err, json.Unmarshal(data, &got)); err != nil {
+			t.Fatalf("%v: %s", err, data)
+		}
+		for key, want := range map[string]any{
+			"endpoint_type": "openai", "model_id": "m", "label": nil, "num_prompts": 4.0, "request_rate": "inf", "burstiness": "inf", "max_concurrency": 2.0,
+			"ramp_up_strategy": "linear", "ramp_up_end_rps": 200.0, "completed": 4.0, "failed": 0.0, "total_output_tokens": 44.0, "max_concurrent_requests": 2.0,
+			"server_version": "v9", "max_output_tokens_per_s": 44.0,
+		} {
+			if got[key] != want {
+				t.Errorf("%s is %v, want %v", key, got[key], want)
+			}
+		}
+		for key, want := range map[string]float64{"mean_ttft_ms": 100, "median_tpot_ms": 10, "p90_itl_ms": 10, "p99.9_e2el_ms": 200, "std_ttft_ms": 0} {
+			if x, ok := got[key].(float64); !ok || math.Abs(x-want) > 1e-6 {
+				t.Errorf("%s is %v, want %v", key, got[key], want)
+			}
+		}
+		if x := got["request_goodput"].(float64) * got["duration"].(float64); math.Abs(x-4) > 1e-9 || fmt.Sprint(got["goodput"]) != "map[ttft:101]" {
+			t.Errorf("%v good requests, bounds %v", x, got["goodput"])
+		}
+		itls, texts := got["itls"].([]any), got["generated_texts"].([]any)
+		if len(itls) != 4 || len(itls[0].([]any)) != 10 || texts[3] != strings.Repeat("x", 11) || len(got["start_times"].([]any)) != 4 {
+			t.Errorf("%v, %v", itls, texts)
+		}
+	})
+}
+
+func TestRandomRequests(t *testing.T) {
+	vocabulary := []int32{3, 5, 7}
+	requests := serving.Random{Count: 400, InputLen: 100, OutputLen: 50, RangeRatio: 0.2, PrefixLen: 10}.Requests(vocabulary, 1)
+	low, high, sum := 1000, 0, 0
+	for _, r := range requests {
+		if !slices.Equal(r.IDs[:10], requests[0].IDs[:10]) || r.OutputLen < 40 || r.OutputLen > 60 {
+			t.Fatalf("%+v", r)
+		}
+		n := len(r.IDs) - 10
+		low, high, sum = min(low, n), max(high, n), sum+n
+	}
+	if low != 80 || high != 120 || math.Abs(float64(sum)/400-100) > 2 || slices.Equal(requests[0].IDs[10:60], requests[1].IDs[10:60]) {
+		t.Errorf("lengths from %d to %d, %d in all", low, high, sum)
+	}
+	// Their tails differ, and prefixes are used equally often.
+	shared := serving.PrefixRepetition{Count: 10, Prefixes: 3, PrefixLen: 40, SuffixLen: 5}.Requests(vocabulary, 1)
+	count := map[string]int{}
+	for _, r := range shared {
+		if len(r.IDs) != 45 {
+			t.Fatalf("%d tokens", len(r.IDs))
+		}
+		count[fmt.Sprint(r.IDs[:40])]++
+	}
+	if n := slices.Sorted(maps.Values(count)); !slices.Equal(n, []int{3, 3, 4}) {
+		t.Errorf("prefixes are used %v times", n)
+	}
+}
+
+func TestReadTrace(t *testing.T) {
+	const trace = `{"timestamp": 1000, "input_length": 1300, "output_length": 5, "hash_ids": [1, 2, 3]}
+
+{"timestamp": 1250.5, "input_length": 600, "output_length": 7, "hash_ids": [1, 9], "chat_id": 4}
+{"timestamp": 1250.5, "input_length": 4, "output_length": 1}
+`
+	vocabulary := []int32{3, 5, 7}
+	requests, err := serving.ReadTrace(strings.NewReader(trace), "t", 0, vocabulary, 1)
+	if err != nil || len(requests) != 3 {
+		t.Fatalf("%d requests, %v", len(requests), err)
+	}
+	a, b := requests[0], requests[1]
+	if a.At != 0 || b.At != 250500*time.Microsecond || len(a.IDs) != 1300 || len(b.IDs) != 600 || b.OutputLen != 7 || len(requests[2].IDs) != 4 {
+		t.Errorf("%v, %v, %d and %d tokens", a.At, b.At, len(a.IDs), len(b.IDs))
+	}
+	if !slices.Equal(a.IDs[:512], b.IDs[:512]) || slices.Equal(a.IDs[512:600], b.IDs[512:]) || slices.Equal(a.IDs[:512], a.IDs[512:1024]) {
+		t.Error("prompts have blocks in common by other things than their hash ids")
+	}
+	if first, err := serving.ReadTrace(strings.NewReader(trace), "t", 1, vocabulary, 1); err != nil || len(first) != 1 {
+		t.Errorf("%d requests, %v", len(first), err)
+	}
+	synctest.Test(t, func(t *testing.T) {
+		f := &fake{}
+		r, err := serving.Run(t.Context(), client(f), serving.Options{Requests: requests, OutputLen: 2, Timed: true})
+		if err != nil || f.at[2].Sub(f.at[1]) != 250500*time.Microsecond || r.TotalOutputTokens != 13 || !strings.Contains(fmt.Sprint(f.requests[1]["prompt"]), "[") {
+			t.Errorf("%+v, %v", r, err)
+		}
+	})
+	for text, want := range map[string]string{
+		"": "t has no requests", "{": "t: line 1: not a JSON object", `{"input_length": 1, "output_length": 1}`: `t: line 1: it has no "timestamp"`,
+		`{"timestamp": 1, "input_length": 0, "output_length": 1}`:         `t: line 1: "input_length" is 0`,
+		`{"timestamp": 1, "input_length": 1e9, "output_length": 1}`:       `t: line 1: not a JSON object`,
+		`{"timestamp": 1, "input_length": 999999999, "output_length": 1}`: "t: line 1: prompts of more than",
+		trace + `{"timestamp": 3, "input_length": 1, "output_length": 1}`: `t: line 5: "timestamp" 3 comes after 1250.5`,
+	} {
+		if _, err := serving.ReadTrace(strings.NewReader(text), "t", 0, vocabulary, 1); !errors.Is(err, eval.ErrInput) || !strings.HasPrefix(err.Error(), want) {
+			t.Errorf("%q: %v, want %s", text, err, want)
+		}
+	}
+}
+
+func TestReadCustom(t *testing.T) {
+	requests, err := serving.ReadCustom(strings.NewReader("{\"prompt\": \"a\"}\n{\"prompt\": \"b\", \"output_tokens\": 3}\n"), "t")
+	if err != nil || len(requests) != 2 || requests[0].Text != "a" || requests[0].OutputLen != 0 || requests[1].OutputLen != 3 {
+		t.Errorf("%+v, %v", requests, err)
+	}
+	synctest.Test(t, func(t *testing.T) {
+		r, err := serving.Run(t.Context(), client(&fake{}), serving.Options{Requests: requests, OutputLen: 2})
+		if err != nil || r.TotalOutputTokens != 5 {
+			t.Errorf("%+v, %v", r, err)
+		}
+	})
+	for _, text := range []string{"", "x", "{}", `{"prompt": "a", "output_tokens": -1}`} {
+		if _, err := serving.ReadCustom(strings.NewReader(text), "t"); !errors.Is(err, eval.ErrInput) {
+			t.Errorf("%q: %v", text, err)
+		}
 	}
 }
 
@@ -227,8 +397,8 @@ func TestFailures(t *testing.T) {
 				return map[int]string{7: `{"error": {"message": "too long"}}`, 8: `{"error": {"message": "too long"}}`}[n]
 			},
 		}
-		r, err := serving.Run(t.Context(), client(f), serving.Options{Prompts: prompts(8), OutputLen: 2, MaxConcurrency: 1})
-		if err != nil || r.Completed != 1 || r.Failed != 7 || r.TTFT.Mean != 0.1 || r.TTFT.Stddev != nil || r.TotalOutputTokens != 2 {
+		r, err := serving.Run(t.Context(), client(f), serving.Options{Requests: prompts(8), OutputLen: 2, MaxConcurrency: 1})
+		if err != nil || r.Completed != 1 || r.Failed != 7 || r.TTFT.Mean != 0.1 || r.TotalOutputTokens != 2 {
 			t.Fatalf("%+v, %v", r, err)
 		}
 		want := map[string]int{
@@ -237,8 +407,8 @@ func TestFailures(t *testing.T) {
 			"serving: /v1/completions: a chunk of the stream: unexpected end of JSON input": 1, "/v1/completions: 400 Bad Request: too long": 2,
 		}
 		for reason, n := range want {
-			if r.Errors[reason] != n {
-				t.Errorf("%d times %q, want %d: %v", r.Errors[reason], reason, n, r.Errors)
+			if r.Failures[reason] != n {
+				t.Errorf("%d times %q, want %d: %v", r.Failures[reason], reason, n, r.Failures)
 			}
 		}
 		var table bytes.Buffer
@@ -252,13 +422,13 @@ func TestFailures(t *testing.T) {
 	} {
 		f := &fake{refuse: func(int) string { return refused }}
 		var status *serving.StatusError
-		if _, err := serving.Run(t.Context(), client(f), serving.Options{Prompts: prompts(3), OutputLen: 2}); !errors.As(err, &status) || err.Error() != want || len(f.requests) != 1 {
+		if _, err := serving.Run(t.Context(), client(f), serving.Options{Requests: prompts(3), OutputLen: 2}); !errors.As(err, &status) || err.Error() != want || len(f.requests) != 1 {
 			t.Errorf("%v after %d requests, want %s", err, len(f.requests), want)
 		}
 	}
 	synctest.Test(t, func(t *testing.T) {
 		f := &fake{refuse: func(n int) string { return []string{"", "full", "full"}[n] }}
-		if _, err := serving.Run(t.Context(), client(f), serving.Options{Prompts: prompts(2), OutputLen: 2}); err == nil || err.Error() != "serving: all 2 requests failed: /v1/completions: 400 Bad Request: full (2)" {
+		if _, err := serving.Run(t.Context(), client(f), serving.Options{Requests: prompts(2), OutputLen: 2}); err == nil || err.Error() != "serving: all 2 requests failed: /v1/completions: 400 Bad Request: full (2)" {
 			t.Error(err)
 		}
 	})
@@ -273,10 +443,10 @@ func TestLostConnections(t *testing.T) {
 			}
 			return &net.OpError{Op: "read", Net: "tcp", Source: &net.TCPAddr{Port: n}, Err: errors.New("connection reset by peer")}
 		}}
-		r, err := serving.Run(t.Context(), client(f), serving.Options{Prompts: prompts(9), OutputLen: 2})
+		r, err := serving.Run(t.Context(), client(f), serving.Options{Requests: prompts(9), OutputLen: 2})
 		want := map[string]int{`serving: Post "http://server/v1/completions": read: connection reset by peer`: 9}
-		if err == nil || !maps.Equal(r.Errors, want) {
-			t.Errorf("%v, %v", r.Errors, err)
+		if err == nil || !maps.Equal(r.Failures, want) {
+			t.Errorf("%v, %v", r.Failures, err)
 		}
 		// Nor does a result have every message of a server that puts something new into each.
 		f = &fake{refuse: func(n int) string {
@@ -285,9 +455,9 @@ func TestLostConnections(t *testing.T) {
 			}
 			return fmt.Sprint(n)
 		}}
-		r, err = serving.Run(t.Context(), client(f), serving.Options{Prompts: prompts(90), OutputLen: 2})
-		if err == nil || r.Failed != 90 || len(r.Errors) > 33 || r.Errors["other reasons"] != 58 {
-			t.Errorf("%v, %v", r.Errors, err)
+		r, err = serving.Run(t.Context(), client(f), serving.Options{Requests: prompts(90), OutputLen: 2})
+		if err == nil || r.Failed != 90 || len(r.Failures) > 33 || r.Failures["other reasons"] != 58 {
+			t.Errorf("%v, %v", r.Failures, err)
 		}
 	})
 }
@@ -331,7 +501,7 @@ func TestConnectionsAreReused(t *testing.T) {
 		e := &endings{}
 		c := client(&e.fake)
 		c.HTTP.Transport = e
-		if _, err := serving.Run(t.Context(), c, serving.Options{Prompts: prompts(3), OutputLen: 2}); err != nil || e.ended.Load() != 4 || e.closed.Load() != 4 {
+		if _, err := serving.Run(t.Context(), c, serving.Options{Requests: prompts(3), OutputLen: 2}); err != nil || e.ended.Load() != 4 || e.closed.Load() != 4 {
 			t.Errorf("%d of %d bodies are read to their end, %v", e.ended.Load(), e.closed.Load(), err)
 		}
 	})
@@ -342,7 +512,7 @@ func TestNoCredentialsInResults(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := client(&fake{})
 		c.BaseURL = "http://me:secret@server/"
-		if r, err := serving.Run(t.Context(), c, serving.Options{Prompts: prompts(1), OutputLen: 2}); err != nil || r.BaseURL != "http://xxxxx@server/" {
+		if r, err := serving.Run(t.Context(), c, serving.Options{Requests: prompts(1), OutputLen: 2}); err != nil || r.BaseURL != "http://xxxxx@server/" {
 			t.Errorf("%q, %v", r.BaseURL, err)
 		}
 	})
@@ -354,7 +524,7 @@ func TestInterrupted(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
 		defer cancel()
 		// The first is not counted; then each takes 110 ms.
-		r, err := serving.Run(ctx, client(&fake{}), serving.Options{Prompts: prompts(9), OutputLen: 2, MaxConcurrency: 1})
+		r, err := serving.Run(ctx, client(&fake{}), serving.Options{Requests: prompts(9), OutputLen: 2, MaxConcurrency: 1})
 		if !errors.Is(err, context.DeadlineExceeded) || r.Completed != 3 || r.Failed != 0 || r.NumPrompts != 9 {
 			t.Errorf("%+v, %v", r, err)
 		}
@@ -364,9 +534,14 @@ func TestInterrupted(t *testing.T) {
 
 func TestValidate(t *testing.T) {
 	for want, o := range map[string]serving.Options{
-		"no prompts": {OutputLen: 1}, "output length 0": {Prompts: prompts(1)}, "rate -1": {Prompts: prompts(1), OutputLen: 1, Rate: -1},
-		"rate NaN": {Prompts: prompts(1), OutputLen: 1, Rate: math.NaN()}, "concurrency -1": {Prompts: prompts(1), OutputLen: 1, MaxConcurrency: -1},
-		"percentile 100": {Prompts: prompts(1), OutputLen: 1, Percentiles: []float64{100}},
+		"no requests": {OutputLen: 1}, "output length 0": {Requests: prompts(1)}, "rate -1": {Requests: prompts(1), OutputLen: 1, Arrivals: serving.Arrivals{Rate: -1}},
+		"rate NaN": {Requests: prompts(1), OutputLen: 1, Arrivals: serving.Arrivals{Rate: math.NaN()}}, "concurrency -1": {Requests: prompts(1), OutputLen: 1, MaxConcurrency: -1},
+		"burstiness -1":        {Requests: prompts(1), OutputLen: 1, Arrivals: serving.Arrivals{Burstiness: -1}},
+		"ramp-up strategy":     {Requests: prompts(1), OutputLen: 1, Arrivals: serving.Arrivals{Ramp: serving.Ramp{Strategy: "steep", Start: 1, End: 2}}},
+		"ramp-up from 0":       {Requests: prompts(1), OutputLen: 1, Arrivals: serving.Arrivals{Ramp: serving.Ramp{Strategy: serving.Linear, End: 2}}},
+		"rate 3":               {Requests: prompts(1), OutputLen: 1, Arrivals: serving.Arrivals{Rate: 3, Ramp: serving.Ramp{Strategy: serving.Linear, Start: 1, End: 2}}},
+		"a trace has arrivals": {Requests: prompts(1), OutputLen: 1, Timed: true, Arrivals: serving.Arrivals{Rate: 1}},
+		"percentile 100":       {Requests: prompts(1), OutputLen: 1, Percentiles: []float64{100}},
 	} {
 		if _, err := serving.Run(t.Context(), client(&fake{}), o); err == nil || !strings.HasPrefix(err.Error(), "serving: "+want) {
 			t.Errorf("%v, want %s", err, want)
@@ -383,13 +558,13 @@ func TestClient(t *testing.T) {
 	if err != nil || !slices.Equal(ids, []int32{3, 5, 7}) {
 		t.Errorf("%v, %v", ids, err)
 	}
-	random := serving.RandomPrompts(5, 8, ids, 1)
+	random := serving.Random{Count: 5, OutputLen: 3}.Requests(ids, 1)
 	for _, p := range random {
-		if len(p.IDs) != 8 || slices.ContainsFunc(p.IDs, func(id int32) bool { return !slices.Contains(ids, id) }) {
+		if len(p.IDs) < 9 || slices.ContainsFunc(p.IDs, func(id int32) bool { return !slices.Contains(ids, id) }) {
 			t.Errorf("%v", p)
 		}
 	}
-	if again := serving.RandomPrompts(5, 8, ids, 1); !slices.Equal(again[4].IDs, random[4].IDs) || slices.Equal(serving.RandomPrompts(5, 8, ids, 2)[4].IDs, random[4].IDs) {
+	if again := (serving.Random{Count: 5, OutputLen: 3}).Requests(ids, 1); !slices.Equal(again[4].IDs, random[4].IDs) || slices.Equal((serving.Random{Count: 5, OutputLen: 3}).Requests(ids, 2)[4].IDs, random[4].IDs) {
 		t.Error("the seed does not decide")
 	}
 	var status *serving.StatusError
@@ -399,13 +574,13 @@ func TestClient(t *testing.T) {
 }
 
 func TestTables(t *testing.T) {
-	rate, limit, deviation := 4.0, 8, 0.0125
-	d := serving.Distribution{Mean: 0.1, Stddev: &deviation, Percentiles: []serving.Percentile{{P: 50, Value: 0.09}, {P: 99.9, Value: 0.2}}}
+	d := serving.Distribution{Mean: 0.1, Median: 0.095, Stddev: 0.0125, Percentiles: []serving.Percentile{{P: 50, Value: 0.09}, {P: 99.9, Value: 0.2}}}
 	r := serving.Result{
 		Run:     eval.Run{Version: "v1", Date: time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC), Command: "moeserve bench serve"},
-		BaseURL: "http://server", Endpoint: serving.Completions, Model: "m", ServerVersion: "v9", RequestRate: &rate, MaxConcurrency: &limit,
+		BaseURL: "http://server", Endpoint: serving.Completions, Model: "m", ServerVersion: "v9", Arrivals: serving.Arrivals{Rate: 4}, MaxConcurrency: 8,
 		NumPrompts: 10, Completed: 10, PeakConcurrency: 5, DurationSeconds: 2.5, TotalInputTokens: 100, TotalOutputTokens: 200,
-		RequestThroughput: 4, OutputThroughput: 80, TotalTokenThroughput: 120, TTFT: d, TPOT: d, ITL: d, E2EL: d,
+		RequestThroughput: 4, OutputThroughput: 80, TotalThroughput: 120, TTFT: d, TPOT: d, ITL: d, E2EL: d,
+		Goodput: serving.Goodput{TTFT: 0.5, TPOT: 0.02}, RequestGoodput: 3,
 	}
 	var table, out bytes.Buffer
 	if err := errors.Join(serving.WriteTable(&table, &r), serving.WriteCSV(&out, &r)); err != nil {
@@ -421,23 +596,35 @@ max concurrency  8; peak 5
 duration         2.5 s
 tokens           100 input, 200 output
 throughput       4 requests/s, 80 output tok/s, 120 total tok/s
+goodput          3 requests/s within TTFT 500 ms, TPOT 20 ms
 
-                            ms    mean      ±    p50   p99.9
-    TTFT (time to first token)  100.00  12.50  90.00  200.00
-  TPOT (time per output token)  100.00  12.50  90.00  200.00
-     ITL (inter-token latency)  100.00  12.50  90.00  200.00
-            end-to-end latency  100.00  12.50  90.00  200.00
+                            ms    mean      ±  median    p50   p99.9
+    TTFT (time to first token)  100.00  12.50   95.00  90.00  200.00
+  TPOT (time per output token)  100.00  12.50   95.00  90.00  200.00
+     ITL (inter-token latency)  100.00  12.50   95.00  90.00  200.00
+            end-to-end latency  100.00  12.50   95.00  90.00  200.00
 `
 	if table.String() != want {
 		t.Errorf("got\n%s, want\n%s", &table, want)
+	}
+	for text, arrivals := range map[string]serving.Arrivals{
+		"all at once": {}, "2 requests/s, gamma distribution of burstiness 0.5": {Rate: 2, Burstiness: 0.5},
+		"1 to 9 requests/s, exponential, Poisson": {Ramp: serving.Ramp{Strategy: serving.Exponential, Start: 1, End: 9}},
+	} {
+		r := r
+		r.Arrivals = arrivals
+		var table bytes.Buffer
+		if err := serving.WriteTable(&table, &r); err != nil || !strings.Contains(table.String(), "request rate     "+text+"\n") {
+			t.Errorf("want %s: %v\n%s", text, err, &table)
+		}
 	}
 	rows, err := csv.NewReader(&out).ReadAll()
 	if err != nil || len(rows) != 2 {
 		t.Fatalf("%v, %v", rows, err)
 	}
 	for column, want := range map[string]string{
-		"version": "v1", "command": "moeserve bench serve", "base_url": "http://server", "request_rate": "4", "max_concurrency": "8",
-		"completed": "10", "output_throughput": "80", "ttft_s_mean": "0.1", "itl_s_stddev": "0.0125", "tpot_s_p99.9": "0.2", "e2el_s_p50": "0.09",
+		"version": "v1", "command": "moeserve bench serve", "base_url": "http://server", "request_rate": "4", "max_concurrency": "8", "label": "",
+		"completed": "10", "output_throughput": "80", "request_goodput": "3", "mean_ttft_ms": "100", "std_itl_ms": "12.5", "p99.9_tpot_ms": "200", "median_e2el_ms": "95",
 	} {
 		if at := slices.Index(rows[0], column); at < 0 || rows[1][at] != want {
 			t.Errorf("column %s of %v: %v, want %q", column, rows[0], rows[1], want)

@@ -1,0 +1,42 @@
+package node
+
+import (
+	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/engine/scheduler"
+	"github.com/moeserve/moeserve/engine/steptime"
+	"github.com/moeserve/moeserve/planner"
+)
+
+// pace limits the prompt tokens of steps that decode, as --max-itl says; nil: nothing does. It
+// starts with the planner's prediction for this model on this machine.
+func (u *setup) pace(i *Info) *steptime.Pace {
+	choice, err := u.settings.Batch.ParseMaxITL()
+	if err != nil || choice.Off { // an error has ended Validate
+		return nil
+	}
+	o := steptime.Options{MaxSeconds: choice.Bound.Seconds(), StepTokens: i.Limits.MaxTokens}
+	h, err := u.hardware()
+	if err != nil {
+		u.o.Log.Warn("the hardware is not known; how long steps take is learned from them", "err", err)
+		return steptime.New(o)
+	}
+	m, plan := i.Shape.EnsureDefaults(), &u.needs.Plan
+	s := planner.MixedStep{
+		Fraction: float64(plan.OffloadedExperts) / float64(max(1, plan.OffloadedExperts+plan.ResidentExperts)),
+		Rate:     h.HostToGPU[len(h.HostToGPU)-1],
+	}
+	if u.settings.Offload.Tier != configs.HostTier && h.PeerMemory > 0 {
+		s.Rate += h.PeerToGPU
+	}
+	micro := u.settings.Batch.MicroBatchSize
+	o.Predict = func(x scheduler.Mix) float64 {
+		s.Decodes, s.DecodeContext = float64(x.Decodes), float64(x.DecodeContext)
+		s.PromptTokens, s.PromptContext = float64(x.Prompt), float64(x.PromptContext)
+		s.Groups = 1
+		if micro > 0 && u.settings.Batch.Grouping == configs.PerMicroBatch {
+			s.Groups = (x.Decodes + x.Prompt + micro - 1) / micro
+		}
+		return planner.MixedSeconds(&m, &h, s)
+	}
+	return steptime.New(o)
+}
