@@ -68,13 +68,13 @@ func (k Key) Variable() string {
 // and of these those that say what is offloaded, that take requests as they come, that decide how
 // many of them run, that have a result, sample tokens, generate for a person, hold conversations, serve, or measure a batch.
 var (
-	onDevice   = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "bench multipath", "bench kv", "bench prefix", "bench fairness", "bench sleep", "config"}
+	onDevice   = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "bench multipath", "bench kv", "bench kernels", "bench prefix", "bench fairness", "bench sleep", "config"}
 	onSleep    = []string{"serve", "bench sleep", "config"}
 	onModel    = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench prefix", "bench fairness", "bench sleep", "config"}
 	onOffload  = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench prefix", "bench fairness", "bench sleep", "config"}
 	onRequest  = []string{"run", "chat", "serve", "inspect", "plan", "bench prefix", "config"}
 	onSeqs     = []string{"run", "chat", "serve", "inspect", "plan", "bench prefix", "bench fairness", "bench sleep", "config"}
-	onResult   = []string{"run", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "bench multipath", "bench kv", "bench prefix", "bench fairness", "bench sleep", "config"}
+	onResult   = []string{"run", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "bench multipath", "bench kv", "bench kernels", "bench prefix", "bench fairness", "bench sleep", "config"}
 	onSample   = []string{"run", "chat", "bench throughput", "bench sweep", "config"}
 	onGenerate = []string{"run", "chat", "config"}
 	onChat     = []string{"run", "chat", "serve", "config"}

@@ -153,6 +153,15 @@ func (m Model) seen(context float64) float64 {
 	return context
 }
 
+// pairs is the number of pairs of a query and a key of a prompt. A query sees its own token and
+// those before it: half of the prompt on average, and no more than the window.
+func (m *Model) pairs(prompt float64) float64 {
+	if w := float64(m.Window); w > 0 && prompt > w {
+		return w*(w+1)/2 + (prompt-w)*w
+	}
+	return prompt * (prompt + 1) / 2
+}
+
 // Workload is the requests to plan for: sequences that are alike.
 type Workload struct {
 	// PromptTokens and NewTokens of a sequence: means, where sequences differ.
