@@ -69,12 +69,13 @@ func (k Key) Variable() string {
 // many of them run, that have a result, sample tokens, generate for a person, hold conversations, serve, or measure a batch.
 var (
 	onDevice   = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "bench multipath", "bench kv", "bench kernels", "bench prefix", "bench fairness", "bench sleep", "config"}
+	onHardware = append(slices.Clone(onDevice), "bench predict")
 	onSleep    = []string{"serve", "bench sleep", "config"}
 	onModel    = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench prefix", "bench fairness", "bench sleep", "config"}
 	onOffload  = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench prefix", "bench fairness", "bench sleep", "config"}
 	onRequest  = []string{"run", "chat", "serve", "inspect", "plan", "bench prefix", "config"}
 	onSeqs     = []string{"run", "chat", "serve", "inspect", "plan", "bench prefix", "bench fairness", "bench sleep", "config"}
-	onResult   = []string{"run", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "bench multipath", "bench kv", "bench kernels", "bench prefix", "bench fairness", "bench sleep", "config"}
+	onResult   = []string{"run", "inspect", "plan", "bench throughput", "bench sweep", "bench transfer", "bench multipath", "bench kv", "bench kernels", "bench predict", "bench prefix", "bench fairness", "bench sleep", "config"}
 	onSample   = []string{"run", "chat", "bench throughput", "bench sweep", "config"}
 	onGenerate = []string{"run", "chat", "config"}
 	onChat     = []string{"run", "chat", "serve", "config"}
@@ -291,7 +292,7 @@ var Schema = []Key{
 		Help: "auto: the planner sets offload fraction, batch, micro-batches and attention where they are not given; FILE: as plan --json wrote it",
 	},
 	{
-		Name: "hardware", Kind: String, Default: "", Placeholder: "NAME|FILE", Path: true, Commands: onDevice,
+		Name: "hardware", Kind: String, Default: "", Placeholder: "NAME|FILE", Path: true, Commands: onHardware,
 		Help: "hardware profile used for roofline and predictions: " + strings.Join(HardwareNames(), ", ") + ", or a file of bench transfer --calibrate; one of bench kv --calibrate also says which KV blocks a kernel copies; default: what is known of this machine",
 	},
 	{

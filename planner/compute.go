@@ -272,3 +272,12 @@ func (m *Model) terms(s *stepShape) []Term {
 	add(phaseHead, LogitSampling, s.logits*float64(m.Vocab), 1)
 	return list
 }
+
+// Seconds of a step on the GPU.
+func (c *Compute) Seconds(m Model, s ComputeStep) float64 {
+	sum := 0.0
+	for _, t := range m.Terms(s) {
+		sum += t.Times * c.value(t.Cost, t.At)
+	}
+	return sum
+}

@@ -154,4 +154,3 @@ func openCase(ctx context.Context, s *streams, set *settings, dir string, c *com
 	}
 	return bench.New(n, nil), nil
 }
-
