@@ -35,6 +35,11 @@ type Timing struct {
 	PromptTokens int `json:"prompt_tokens"`
 	NewTokens    int `json:"new_tokens"`
 	StepTokens   int `json:"step_tokens"`
+	// ExpertsUsed is the experts of a layer that have rows in a step, a mean, and FetchedBytes those of offloaded
+	// experts that a decode step copies or reads in place, where they were counted: the prediction is then for these,
+	// and not for a router that selects every expert equally often.
+	ExpertsUsed  float64 `json:"experts_used,omitempty"`
+	FetchedBytes float64 `json:"fetched_bytes,omitempty"`
 	// Seconds of a decode step, or of all prefill steps.
 	Seconds float64 `json:"seconds"`
 }

@@ -23,11 +23,13 @@ type Compute struct {
 	// Experts is the same of routed experts, over the rows of an expert. Counted are the
 	// weights of experts that have rows.
 	Experts Curve `json:"experts_s_per_weight"`
+	// Expert is seconds of each expert that has rows, over its rows: what does not grow with its weights.
+	Expert Curve `json:"expert_s"`
 	// Head is the same of the output layer, over its rows.
 	Head Curve `json:"head_s_per_weight"`
 	// Sampling is seconds per logit.
 	Sampling float64 `json:"sampling_s_per_logit"`
-	// Elementwise is seconds per byte of norms, rotations, activations and sums.
+	// Elementwise is seconds per byte of activations that kernels read and write.
 	Elementwise float64 `json:"elementwise_s_per_byte"`
 	// Attention is seconds per byte of KV cache that decode attention reads, over the
 	// sequences of a step.
@@ -109,7 +111,7 @@ func (c *Compute) Validate() error {
 	}{
 		{"decode.step_s", c.Decode.Step}, {"decode.layer_s", c.Decode.Layer}, {"decode.shared_expert_s", c.Decode.Shared},
 		{"enqueued.step_s", c.Enqueued.Step}, {"enqueued.layer_s", c.Enqueued.Layer}, {"enqueued.shared_expert_s", c.Enqueued.Shared},
-		{"dense_s_per_weight", c.Dense}, {"experts_s_per_weight", c.Experts}, {"head_s_per_weight", c.Head},
+		{"dense_s_per_weight", c.Dense}, {"experts_s_per_weight", c.Experts}, {"expert_s", c.Expert}, {"head_s_per_weight", c.Head},
 		{"attention_s_per_byte", c.Attention}, {"prompt_attention_s_per_flop", c.Prompts},
 	} {
 		if text := x.c.check(x.name); text != "" {
@@ -143,6 +145,7 @@ const (
 	EnqueuedSharedFixed
 	DenseWeights
 	ExpertWeights
+	ExpertFixed
 	HeadWeights
 	LogitSampling
 	ElementwiseBytes
@@ -166,7 +169,7 @@ func (c *Compute) Curve(k Cost) Curve {
 func (c *Compute) curve(k Cost) *Curve {
 	return [...]*Curve{
 		&c.Decode.Step, &c.Decode.Layer, &c.Decode.Shared, &c.Enqueued.Step, &c.Enqueued.Layer, &c.Enqueued.Shared,
-		&c.Dense, &c.Experts, &c.Head, nil, nil, &c.Attention, &c.Prompts,
+		&c.Dense, &c.Experts, &c.Expert, &c.Head, nil, nil, &c.Attention, &c.Prompts,
 	}[k]
 }
 
@@ -226,6 +229,27 @@ func (m Model) Terms(s ComputeStep) []Term {
 	return m.terms(&shape)
 }
 
+// used is the number of experts of a layer that have rows, in each part of the step.
+func (m *Model) used(s *stepShape) float64 {
+	if s.touched > 0 {
+		return s.touched
+	}
+	return m.Distinct(s.tokens / s.experts)
+}
+
+// activationBytes are read and written by a step's kernels besides weights, KV cache and logits.
+func (m *Model) activationBytes(s *stepShape) float64 {
+	without := *m
+	without.WeightBytes = 0
+	sum := 0.0
+	for i, x := range without.work(*s) {
+		if i != phaseAttention && i != phaseHead {
+			sum += x.bytes
+		}
+	}
+	return sum
+}
+
 // terms of a step's time.
 func (m *Model) terms(s *stepShape) []Term {
 	h, q, v := float64(m.Hidden), float64(m.Heads*m.HeadDim), float64(2*m.KVHeads*m.HeadDim)
@@ -248,17 +272,15 @@ func (m *Model) terms(s *stepShape) []Term {
 	add(phaseQKV, DenseWeights, layers*s.projections*h*(q+v), pRows)
 	add(phaseOutput, DenseWeights, layers*s.projections*q*h, pRows)
 	add(phaseRouter, DenseWeights, moe*s.projections*h*float64(m.Experts), pRows)
-	add(phaseElementwise, ElementwiseBytes, w[phaseElementwise].bytes, 1)
+	add(phaseElementwise, ElementwiseBytes, m.activationBytes(s), 1)
 	if m.SharedWidth > 0 {
 		add(phaseFixed, shared, moe*s.experts, eRows)
 		add(phaseShared, DenseWeights, moe*s.experts*3*h*float64(m.SharedWidth), eRows)
 	}
 	add(phaseDense, DenseWeights, dense*s.experts*3*h*float64(m.DenseWidth), eRows)
-	touched := s.touched
-	if touched == 0 {
-		touched = m.Distinct(eRows)
-	}
+	touched := m.used(s)
 	matrix, rows := moe*s.experts*touched*h*float64(m.ExpertWidth), eRows*float64(m.TopK)/touched
+	add(phaseFixed, ExpertFixed, moe*s.experts*touched, rows)
 	add(phaseUp, ExpertWeights, 2*matrix, rows)
 	add(phaseDown, ExpertWeights, matrix, rows)
 	switch {

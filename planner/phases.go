@@ -145,7 +145,7 @@ func (m *Model) work(s stepShape) work {
 		wide := float64(m.DenseWidth)
 		set(phaseDense, dense, s.experts*3*w*h*wide+a*n*(2*h+2*wide), 6*n*h*wide)
 	}
-	touched := s.experts * m.Distinct(n/s.experts)
+	touched := s.experts * m.used(&s)
 	set(phaseUp, moe, 2*w*touched*h*width+a*n*k*(h+width), 4*n*k*h*width)
 	set(phaseDown, moe, w*touched*h*width+a*n*k*(h+width), 2*n*k*h*width)
 	if !s.hostAttention {

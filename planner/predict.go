@@ -30,9 +30,19 @@ type Problem struct {
 	// that are faster so.
 	InPlaceTokens int
 	AlwaysInPlace bool
+	// Routing is what is known of which experts steps use. Default: every expert is as likely as another.
+	Routing Routing
 	// HostBatch and PeerBatch are how many experts from the host, and from a peer, are copied by
 	// one operation of the device, which has one latency. Default: 1.
 	HostBatch, PeerBatch int
+}
+
+// Routing of steps that were measured; 0: unknown.
+type Routing struct {
+	// Decode and Prefill are the experts of a layer that have rows in a step, means over layers.
+	Decode, Prefill float64
+	// Fetched is the bytes of offloaded experts that a decode step copies, or reads in place.
+	Fetched float64
 }
 
 // normalized checks the problem and fills in its defaults.
@@ -164,6 +174,7 @@ func (p *Problem) decodeShape(x *Policy, enqueued bool) stepTimes {
 	return p.Hardware.times(&p.Model, stepShape{
 		tokens: n, logits: n, pairs: n * seen, kvTokens: n * seen, context: p.Workload.Context() + 1, sequences: n / float64(projections), prompt: 1,
 		projections: float64(projections), experts: float64(experts), hostAttention: x.Attention == configs.OnCPU, enqueued: enqueued,
+		touched: p.Routing.Decode,
 	})
 }
 
@@ -196,8 +207,8 @@ func (p *Problem) decode(x *Policy, gpu *stepTimes) Step {
 	}
 	share := 1.0
 	if x.OnDemand {
-		share = m.Distinct(n) / float64(m.Experts)
-		if h.Compute != nil {
+		share = p.missing(x)
+		if h.Compute != nil && p.Routing.Fetched == 0 {
 			share *= 1 + mispredicted
 		}
 	}
@@ -219,6 +230,14 @@ func (p *Problem) decode(x *Policy, gpu *stepTimes) Step {
 		return t
 	}
 	return s
+}
+
+// missing is the share of the offloaded experts that a decode step uses.
+func (p *Problem) missing(x *Policy) float64 {
+	if offloaded := p.Model.ExpertCount() - x.ResidentExperts; p.Routing.Fetched > 0 && offloaded > 0 {
+		return p.Routing.Fetched / (float64(offloaded) * float64(p.Sizes.Expert))
+	}
+	return p.Model.Distinct(float64(x.Batch)) / float64(p.Model.Experts)
 }
 
 // written is the time that copies of offloaded experts take of the GPU's memory in a step, where what
@@ -247,7 +266,7 @@ func (p *Problem) inPlace(x *Policy, gpu *stepTimes) (Step, bool) {
 	if peerRate == 0 {
 		peers, peerRate = 0, 1
 	}
-	share := m.Distinct(float64(x.Batch)) / float64(m.Experts) * float64(p.Sizes.Expert)
+	share := p.missing(x) * float64(p.Sizes.Expert)
 	host, peer := share*float64(offloaded-peers)/h.HostReadRate, share*float64(peers)/peerRate
 	if peers > 0 && max(host, peer) > maxHeld && !p.AlwaysInPlace {
 		return Step{}, false
@@ -366,7 +385,7 @@ func (p *Problem) prefillTimes(x *Policy) stepTimes {
 	}
 	projections := math.Ceil(tokens / each)
 	shape := stepShape{tokens: tokens, logits: n, pairs: pairs, kvTokens: tokens, context: float64(p.Workload.PromptTokens), projections: projections, experts: 1,
-		sequences: n, prompt: float64(p.Workload.PromptTokens), enqueued: true}
+		sequences: n, prompt: float64(p.Workload.PromptTokens), enqueued: true, touched: p.Routing.Prefill}
 	if x.Grouping == configs.PerMicroBatch {
 		shape.experts = projections
 	}

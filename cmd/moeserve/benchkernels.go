@@ -56,15 +56,15 @@ devices measure small models.`,
 	}
 	addSettings(cmd.Flags(), configs.For("bench kernels"))
 	f := cmd.Flags()
-	f.IntVar(&o.repetitions, "repetitions", 10, "`NUMBER` of steps whose median counts, up to 20")
+	f.IntVar(&o.repetitions, "repetitions", 10, "`NUMBER` of steps whose median counts, or more of those that take long")
 	f.Var((*pathValue)(&o.calibrate), "calibrate", "write the measured hardware to a JSON file")
 	addCSV(cmd, &o.csv)
 	return cmd
 }
 
 func benchKernels(ctx context.Context, s *streams, set *settings, o *kernelOptions) (err error) {
-	if o.repetitions < 1 || o.repetitions > 20 {
-		return usagef("--repetitions is %d: must be from 1 to 20", o.repetitions)
+	if o.repetitions < 1 {
+		return usagef("--repetitions is %d: must be at least 1", o.repetitions)
 	}
 	named, err := readHardware(set.Plan.Hardware)
 	if err != nil {

@@ -43,9 +43,6 @@ func TestBenchKernels(t *testing.T) {
 	}
 	run("bench", "sweep", "--emulate", devices, "--hardware", file("here.json"), "--input-len", "40", "--num-prompts", "64", "--fractions", "0,0.5,1", "--trials", "1", "--warmup-tokens", "4", "--json", file("sweep.json"))
 	text := run("bench", "predict", file("sweep.json"), "--json", file("predicted.json"))
-	if text == "" {
-		text = run("bench", "predict", file("sweep.json"))
-	}
 	var p eval.Predictions
 	readJSON(t, file("predicted.json"), &p)
 	if len(p.Cells) != 10 || p.Errors.Cells != 10 || p.Errors.Median > 0.1 || p.Errors.Worst > 0.25 || p.ErrorsApart.Cells == 0 {
@@ -75,9 +72,8 @@ func TestBenchKernels(t *testing.T) {
 		t.Errorf("%+v", p)
 	}
 	for _, c := range []struct{ args, want string }{
-		{"kernels --repetitions 0", "--repetitions is 0: must be from 1 to 20"},
+		{"kernels --repetitions 0", "--repetitions is 0: must be at least 1"},
 		{"kernels --calibrate " + dir, "is a directory; name a file"},
-		{"predict", "requires at least 1 arg"},
 		{"predict " + file("none"), "no such file"},
 		{"predict " + file("kernels.csv"), "has neither timings"},
 		{"predict " + file("steps.jsonl"), "name it with --hardware"},

@@ -16,6 +16,7 @@ import (
 )
 
 func newBenchPredict(s *streams) *cobra.Command {
+	uniform := false
 	cmd := &cobra.Command{
 		Use:   "predict FILE...",
 		Short: "Compare measured steps with the planner's predictions",
@@ -27,7 +28,8 @@ predictions of its own run, or has a JSON object a line with the times of steps:
 preset), kind (decode or prefill), sequences and seconds, and where they are not the
 defaults layers, fraction and tier (of the offloaded experts), access, prompt_tokens (77),
 new_tokens (32) and step_tokens (8192). These are predicted for --hardware, which they
-need.
+need. With experts_used and fetched_bytes, what a router has selected is not predicted but
+as it was counted; --uniform-routing leaves it to the prediction.
 
 Nothing is measured and no device is opened.`,
 		Example: `  moeserve bench sweep --hardware here.json --json sweep.json
@@ -39,14 +41,15 @@ Nothing is measured and no device is opened.`,
 			if err != nil {
 				return err
 			}
-			return benchPredict(s, set, args)
+			return benchPredict(s, set, args, uniform)
 		},
 	}
 	addSettings(cmd.Flags(), configs.For("bench predict"))
+	cmd.Flags().BoolVar(&uniform, "uniform-routing", false, "predict that every expert is selected equally often, also where it was counted")
 	return cmd
 }
 
-func benchPredict(s *streams, set *settings, paths []string) (err error) {
+func benchPredict(s *streams, set *settings, paths []string, uniform bool) (err error) {
 	hardware, err := readHardware(set.Plan.Hardware)
 	if err != nil {
 		return err
@@ -67,6 +70,11 @@ func benchPredict(s *streams, set *settings, paths []string) (err error) {
 				return usagef("%s has times of steps, which are predicted for a machine: name it with --hardware", path)
 			}
 			name = hardware.Name
+			for i := range timings {
+				if uniform {
+					timings[i].ExpertsUsed, timings[i].FetchedBytes = 0, 0
+				}
+			}
 			if more, err = eval.Predict(timings, set.predictTiming); err != nil {
 				return benchError(err)
 			}
@@ -106,6 +114,11 @@ func (set *settings) predictTiming(t *eval.Timing) (r planner.Prediction, err er
 	})
 	if err != nil {
 		return r, err
+	}
+	if t.Kind == eval.DecodeKind {
+		p.Routing = planner.Routing{Decode: t.ExpertsUsed, Fetched: t.FetchedBytes}
+	} else {
+		p.Routing.Prefill = t.ExpertsUsed
 	}
 	return p.Static(t.Sequences, t.StepTokens)
 }

@@ -42,9 +42,10 @@ func DefaultCases() []Case {
 	models := []planner.Model{
 		base,
 		with("few layers", 2, func(*planner.Model) {}),
-		with("wide experts", 3, func(m *planner.Model) { m.Experts, m.TopK, m.ExpertWidth = 8, 2, 4096 }),
-		with("many experts", 4, func(m *planner.Model) {
-			m.Hidden, m.Heads, m.KVHeads, m.Experts, m.TopK, m.ExpertWidth, m.Vocab = 2560, 20, 4, 64, 8, 640, 131072
+		with("more experts", 2, func(m *planner.Model) { m.Experts = 48 }),
+		with("wide experts", 3, func(m *planner.Model) { m.Experts, m.TopK, m.ExpertWidth = 8, 2, 8192 }),
+		with("small experts", 3, func(m *planner.Model) {
+			m.Hidden, m.Heads, m.KVHeads, m.Experts, m.TopK, m.ExpertWidth, m.Vocab = 2560, 20, 4, 96, 8, 640, 131072
 		}),
 		with("shared expert", 3, func(m *planner.Model) { m.SharedWidth = 8192 }),
 		with("vocabulary", 2, func(m *planner.Model) { m.Vocab = 131072 }),

@@ -18,6 +18,8 @@ func knots(c planner.Cost) []float64 {
 		return []float64{1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192}
 	case planner.ExpertWeights:
 		return []float64{1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048}
+	case planner.ExpertFixed:
+		return []float64{1, 32, 512}
 	case planner.StepFixed:
 		return []float64{1, 64, 512, 4096}
 	case planner.SharedFixed:

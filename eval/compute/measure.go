@@ -40,11 +40,15 @@ func newTokens(s planner.ComputeStep) int {
 	if s.Tokens > 1 {
 		return 1
 	}
-	return 1 + skipped + maxRepetitions + counted
+	return 2
 }
 
-// maxRepetitions keeps the positions of decode steps within one CUDA graph.
-const maxRepetitions = 20
+// A GPU that computes without a pause is slower than one that has just begun: steps of sustainedRows
+// or more run for at least sustained seconds, and the later half of them is timed.
+const (
+	sustainedRows = 1024
+	sustained     = 0.25
+)
 
 // Measure times the steps of all cases. Where ctx ends, the points that have been measured are
 // returned beside the error.
@@ -52,7 +56,6 @@ func Measure(ctx context.Context, o Options) (points []Point, err error) {
 	if o.Repetitions == 0 {
 		o.Repetitions = 10
 	}
-	o.Repetitions = min(o.Repetitions, maxRepetitions)
 	total := 0
 	for i := range o.Cases {
 		if err := o.Cases[i].validate(); err != nil {
@@ -94,26 +97,34 @@ func measure(ctx context.Context, n eval.Node, c *Case, s planner.ComputeStep, r
 		return p, err
 	}
 	defer b.Close()
-	decoded := 0
 	step := b.Prefill
 	if s.Tokens == 1 {
 		if err := b.Prefill(ctx); err != nil {
 			return p, err
 		}
-		step = func(ctx context.Context) error {
-			decoded++
-			return b.Decode(ctx, decoded, decoded+1)
-		}
+		// The same position again and again, which is the same CUDA graph.
+		step = func(ctx context.Context) error { return b.Decode(ctx, 1, 2) }
 	}
 	var seconds []float64
-	for i := range skipped + repetitions {
+	least, total := 0.0, 0.0
+	if s.Sequences*s.Tokens >= sustainedRows {
+		least = sustained
+	}
+	for i := 0; i < skipped+repetitions || total < least; i++ {
 		began := n.Now()
 		if err := step(ctx); err != nil {
 			return p, err
 		}
-		if i >= skipped {
-			seconds = append(seconds, (n.Now() - began).Seconds())
+		took := (n.Now() - began).Seconds()
+		if took <= 0 {
+			return p, eval.Inputf("eval: steps take no time on these devices: --emulate gives no rates to compute times from; add some, as flops=78G,bw=3.9GB/s")
 		}
+		if total += took; i >= skipped {
+			seconds = append(seconds, took)
+		}
+	}
+	if least > 0 {
+		seconds = seconds[len(seconds)/2:]
 	}
 	before, err := n.Counts(ctx)
 	if err != nil {
@@ -131,11 +142,7 @@ func measure(ctx context.Context, n eval.Node, c *Case, s planner.ComputeStep, r
 		before = after
 	}
 	slices.Sort(seconds)
-	p = Point{Model: c.Model, Step: s, Seconds: seconds[len(seconds)/2]}
-	if p.Seconds <= 0 {
-		return p, eval.Inputf("eval: steps take no time on these devices: --emulate gives no rates to compute times from; add some, as flops=78G,bw=3.9GB/s")
-	}
-	return p, nil
+	return Point{Model: c.Model, Step: s, Seconds: seconds[len(seconds)/2]}, nil
 }
 
 // randomPrompts are prompts of one length that differ.
