@@ -241,8 +241,12 @@ func (r *Result) predict(info *Info) {
 		PrefillBound: string(p.Prefill.Bound), GPUSeconds: p.Decode.GPU, LinkSeconds: max(p.Decode.HostLink, p.Decode.PeerLink),
 	}
 	if policy.Attention == configs.OnCPU || policy.OnDemand && info.CPUExperts != 0 {
-		// Rooflines have attention and experts on the GPU; what the planner allows is the limit then.
-		r.Roofline = &Roofline{Bound: string(p.Decode.Bound), TokS: p.DecodeTokS}
+		// Rooflines have attention and experts on the GPU; what the planner allows by rates alone is the
+		// limit then.
+		problem.Hardware.Compute = nil
+		if p, err = problem.Predict(policy); err == nil || errors.As(err, &misfit) {
+			r.Roofline = &Roofline{Bound: string(p.Decode.Bound), TokS: p.DecodeTokS}
+		}
 	}
 	if r.Tier == configs.NoTier || policy.OnDemand {
 		return // a step waits for each of its on-demand fetches

@@ -1,6 +1,7 @@
 package planner
 
 import (
+	"encoding/json"
 	"fmt"
 	"math"
 	"slices"
@@ -48,9 +49,34 @@ type FixedCosts struct {
 
 // Curve is values at ascending points. Between two it is a line; it is constant before the first,
 // and goes on as between the last two, but does not fall, behind the last.
+// In JSON it is an array of pairs of a point and a value.
 type Curve struct {
-	At     []float64 `json:"at"`
-	Values []float64 `json:"values"`
+	At, Values []float64
+}
+
+// MarshalJSON implements json.Marshaler.
+func (c Curve) MarshalJSON() ([]byte, error) {
+	pairs := make([][2]float64, len(c.At))
+	for i := range pairs {
+		pairs[i] = [2]float64{c.At[i], c.Values[i]}
+	}
+	return json.Marshal(pairs)
+}
+
+// UnmarshalJSON implements json.Unmarshaler.
+func (c *Curve) UnmarshalJSON(text []byte) error {
+	var pairs [][]float64
+	if err := json.Unmarshal(text, &pairs); err != nil {
+		return fmt.Errorf("a curve is an array of pairs of a point and a value: %w", err)
+	}
+	*c = Curve{}
+	for _, p := range pairs {
+		if len(p) != 2 {
+			return fmt.Errorf("a curve is an array of pairs of a point and a value, and has %v", p)
+		}
+		c.At, c.Values = append(c.At, p[0]), append(c.Values, p[1])
+	}
+	return nil
 }
 
 // Value of the curve at x; 0 of an empty curve.
@@ -90,7 +116,7 @@ func (c Curve) check(name string) string {
 	bad := func(v float64) bool { return !(v >= 0) || math.IsInf(v, 0) }
 	switch {
 	case len(c.At) == 0 || len(c.At) != len(c.Values):
-		return fmt.Sprintf("%s has %d points and %d values; it must have as many values as points, and at least one", name, len(c.At), len(c.Values))
+		return fmt.Sprintf("%s has %d points and %d values; it must have at least one of both, and as many", name, len(c.At), len(c.Values))
 	case slices.ContainsFunc(c.At, bad) || slices.ContainsFunc(c.Values, bad):
 		return fmt.Sprintf("%s has a negative or infinite number", name)
 	}
@@ -206,11 +232,13 @@ type Term struct {
 type ComputeStep struct {
 	// Sequences with Tokens new ones each; 1: it decodes, as a graph. Context is the
 	// tokens of a sequence that attention reads, the new ones included.
-	Sequences, Tokens, Context int
+	Sequences int `json:"sequences"`
+	Tokens    int `json:"tokens"`
+	Context   int `json:"context"`
 	// Enqueued: the host enqueues every kernel by itself.
-	Enqueued bool
-	// Touched is the experts of a layer that have rows, a mean. Default: the expected number.
-	Touched float64
+	Enqueued bool `json:"enqueued"`
+	// Used is the experts of a layer that have rows, a mean. Default: the expected number.
+	Used float64 `json:"experts_used"`
 }
 
 // Terms of a step's time.
@@ -218,7 +246,7 @@ func (m Model) Terms(s ComputeStep) []Term {
 	m = m.EnsureDefaults()
 	n, tokens := float64(s.Sequences), float64(s.Sequences*s.Tokens)
 	shape := stepShape{
-		tokens: tokens, logits: n, sequences: n, prompt: float64(s.Tokens), projections: 1, experts: 1, enqueued: s.Enqueued, touched: s.Touched,
+		tokens: tokens, logits: n, sequences: n, prompt: float64(s.Tokens), projections: 1, experts: 1, enqueued: s.Enqueued, touched: s.Used,
 	}
 	if s.Tokens == 1 {
 		shape.pairs = n * m.seen(float64(s.Context))

@@ -42,7 +42,9 @@ describes the steps that it was made of; bench predict shows how well it predict
 
 A GPU needs 40 GiB of free memory; the largest models have 3 GB of weights. Emulated
 devices measure small models.`,
-		Example: `  moeserve bench kernels --device cuda --hardware here.json --calibrate here.json
+		Example: `  moeserve bench transfer --device cuda --calibrate here.json
+  moeserve bench kernels --device cuda --hardware here.json \
+      --calibrate here.json
   moeserve bench kernels --hardware h200 --calibrate here.json \
       --emulate virtual,nodata,flops=78G,bw=3.9GB/s`,
 		Args: noArguments,

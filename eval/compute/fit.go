@@ -67,7 +67,7 @@ func Fit(points []Point, h *planner.Hardware) (*planner.Compute, Fitted, error) 
 	for c := range planner.Costs {
 		first[c] = len(list)
 		for i, at := range curves[c].At {
-			list = append(list, unknown{cost: c, knot: i, least: least(c, at, h), column: make([]float64, len(points))})
+			list = append(list, unknown{cost: c, knot: i, least: least(c, at, float64(points[0].Model.EnsureDefaults().WeightBytes), h), column: make([]float64, len(points))})
 		}
 	}
 	for i := range points {
@@ -122,11 +122,11 @@ func used(points []Point, c planner.Cost) []float64 {
 // other kernels than the model's.
 const slack = 0.9
 
-// least is the least value of a cost that the hardware's rates allow. Weights have 16 bits.
-func least(c planner.Cost, at float64, h *planner.Hardware) float64 {
+// least is the least value of a cost that the hardware's rates allow, with weights of so many bytes.
+func least(c planner.Cost, at, weight float64, h *planner.Hardware) float64 {
 	switch c {
 	case planner.DenseWeights, planner.ExpertWeights, planner.HeadWeights:
-		return slack * max(2/h.GPUMemoryRate, 2*at/h.GPUFlops)
+		return slack * max(weight/h.GPUMemoryRate, 2*at/h.GPUFlops)
 	case planner.KVBytes, planner.ElementwiseBytes:
 		return slack / h.GPUMemoryRate
 	}

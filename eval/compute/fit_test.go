@@ -54,7 +54,7 @@ func TestFitPredictsOtherModels(t *testing.T) {
 	var points []compute.Point
 	for _, c := range compute.DefaultCases() {
 		for i, s := range c.Steps {
-			s.Touched = c.Model.Distinct(float64(s.Sequences * s.Tokens))
+			s.Used = c.Model.Distinct(float64(s.Sequences * s.Tokens))
 			noise := 1 + 0.004*float64(i%3-1)
 			points = append(points, compute.Point{Model: c.Model, Step: s, Seconds: noise * truth.Seconds(c.Model, s)})
 		}

@@ -24,7 +24,7 @@ type Options struct {
 
 // Point is the time of one step.
 type Point struct {
-	// Model is the case's; Step is what was timed, with the experts of a layer that had rows.
+	// Model is the case's, with the sizes of its elements; Step is what was timed, with the experts of a layer that had rows.
 	Model planner.Model       `json:"model"`
 	Step  planner.ComputeStep `json:"step"`
 	// Seconds is the median by the devices' clock.
@@ -138,11 +138,13 @@ func measure(ctx context.Context, n eval.Node, c *Case, s planner.ComputeStep, r
 		if err != nil {
 			return p, err
 		}
-		s.Touched += distinct(before.RoutedTokens, after.RoutedTokens) / counted
+		s.Used += distinct(before.RoutedTokens, after.RoutedTokens) / counted
 		before = after
 	}
 	slices.Sort(seconds)
-	return Point{Model: c.Model, Step: s, Seconds: seconds[len(seconds)/2]}, nil
+	shape := n.Info().Shape // the case's, with the types of the devices' kernels
+	shape.Name = c.Model.Name
+	return Point{Model: shape, Step: s, Seconds: seconds[len(seconds)/2]}, nil
 }
 
 // randomPrompts are prompts of one length that differ.

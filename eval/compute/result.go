@@ -43,12 +43,12 @@ func Calibrate(r *Result, c eval.Calibration) (planner.Hardware, error) {
 	return h, nil
 }
 
-// rates are seconds of weights and of bytes as rates, for tables.
-func rate(per, seconds float64) string {
+// rate is what takes seconds in 10^12 a second.
+func rate(what, seconds float64) string {
 	if seconds == 0 {
 		return "-"
 	}
-	return strconv.FormatFloat(per/seconds/1e12, 'f', 2, 64)
+	return strconv.FormatFloat(what/seconds/1e12, 'g', 3, 64)
 }
 
 // WriteTable writes what was fitted, by rows, for a person.
@@ -56,13 +56,16 @@ func WriteTable(out io.Writer, r *Result) error {
 	if _, err := io.WriteString(out, eval.Header(&r.Run, &r.Machine)); err != nil {
 		return err
 	}
-	c := r.Compute
+	c, weight := r.Compute, 0.0
+	for i := range r.Points {
+		weight = float64(r.Points[i].Model.EnsureDefaults().WeightBytes)
+	}
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
 	fmt.Fprint(w, "rows\tlayer, µs\tenqueued, µs\tdense TB/s\tTFLOP/s\texperts TB/s\tTFLOP/s\toutput TB/s\tTFLOP/s\t\n")
 	for _, n := range c.Dense.At {
 		fmt.Fprintf(w, "%v\t%.1f\t%.1f\t", n, 1e6*c.Decode.Layer.Value(n), 1e6*c.Enqueued.Layer.Value(n))
 		for _, x := range []planner.Curve{c.Dense, c.Experts, c.Head} {
-			fmt.Fprintf(w, "%s\t%s\t", rate(2, x.Value(n)), rate(2*n, x.Value(n)))
+			fmt.Fprintf(w, "%s\t%s\t", rate(weight, x.Value(n)), rate(2*n, x.Value(n)))
 		}
 		fmt.Fprintln(w)
 	}
@@ -71,8 +74,8 @@ func WriteTable(out io.Writer, r *Result) error {
 	}
 	_, err := fmt.Fprintf(out, `
 layer: fixed cost of a layer of a decode step that is a CUDA graph; enqueued: of one whose kernels the host enqueues;
-TB/s and TFLOP/s: of 16-bit weights, each read once, and of their operations; experts: rows of one expert; %d steps were measured,
-which this describes with a median error of %.1f %%, at most %.1f %%
+TB/s and TFLOP/s: of weights, each read once, and of their operations; experts: rows of one expert;
+%d steps were measured, which this describes with a median error of %.1f %%, at most %.1f %%
 `, len(r.Points), 100*r.Fitted.Median, 100*r.Fitted.Worst)
 	return err
 }
@@ -91,7 +94,7 @@ func WriteCSV(out io.Writer, r *Result) error {
 		} {
 			line = append(line, strconv.Itoa(n))
 		}
-		for _, v := range []float64{p.Step.Touched, p.Seconds} {
+		for _, v := range []float64{p.Step.Used, p.Seconds} {
 			line = append(line, strconv.FormatFloat(v, 'g', 8, 64))
 		}
 		w.Write(line) //nolint:errcheck // as above
