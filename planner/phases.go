@@ -63,12 +63,13 @@ const (
 	phaseAttention
 	phaseHead
 	phaseFixed
+	phaseCopies
 	phaseCount
 )
 
 var phaseNames = [phaseCount]string{
 	"qkv", "output projection", "router", "elementwise", "shared expert", "dense mlp",
-	"experts gate/up", "experts down", "attention", "lm head", "fixed costs",
+	"experts gate/up", "experts down", "attention", "lm head", "fixed costs", "copies into GPU memory",
 }
 
 // LongContext is the tokens of a sequence from which Hardware.GPULongAttentionFlops is the rate of

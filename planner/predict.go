@@ -165,7 +165,19 @@ func (p *Policy) groups() (projections, experts, inFlight int) {
 
 // decodeTimes are the times of the GPU in a decode step. It is a CUDA graph where nothing is fetched.
 func (p *Problem) decodeTimes(x *Policy) stepTimes {
-	return p.decodeShape(x, x.ResidentExperts < p.Model.ExpertCount() || x.Attention == configs.OnCPU || x.Grouping == configs.PerMicroBatch)
+	t := p.decodeShape(x, x.ResidentExperts < p.Model.ExpertCount() || x.Attention == configs.OnCPU || x.Grouping == configs.PerMicroBatch)
+	if !x.OnDemand {
+		p.addCopies(&t, x)
+	}
+	return t
+}
+
+// addCopies adds the time that copies of offloaded experts take of the GPU's memory in a step, where what
+// the GPU takes was measured without copies.
+func (p *Problem) addCopies(t *stepTimes, x *Policy) {
+	if bytes := float64(p.Model.ExpertCount()-x.ResidentExperts) * float64(p.Sizes.Expert); bytes > 0 && p.Hardware.Compute != nil {
+		t[phaseCopies] = Phase{Name: phaseNames[phaseCopies], Bytes: bytes, Seconds: bytes / p.Hardware.GPUMemoryRate, Bound: BoundGPUMemory}
+	}
 }
 
 func (p *Problem) decodeShape(x *Policy, enqueued bool) stepTimes {
@@ -176,12 +188,6 @@ func (p *Problem) decodeShape(x *Policy, enqueued bool) stepTimes {
 		projections: float64(projections), experts: float64(experts), hostAttention: x.Attention == configs.OnCPU, enqueued: enqueued,
 		touched: p.Routing.Decode,
 	})
-}
-
-// decodeStep is a decode step.
-func (p *Problem) decodeStep(x *Policy) Step {
-	t := p.decodeTimes(x)
-	return p.decode(x, &t)
 }
 
 // mispredicted is the share of the experts that a router selects by which copies on demand are more:
@@ -208,7 +214,7 @@ func (p *Problem) decode(x *Policy, gpu *stepTimes) Step {
 	share := 1.0
 	if x.OnDemand {
 		share = p.missing(x)
-		if h.Compute != nil && p.Routing.Fetched == 0 {
+		if h.Compute != nil && p.Routing.Fetched == 0 && p.CPUExperts == 0 {
 			share *= 1 + mispredicted
 		}
 	}
@@ -219,8 +225,6 @@ func (p *Problem) decode(x *Policy, gpu *stepTimes) Step {
 			computing, host = p.cpuExperts(x, n, share, host)
 		}
 		s.OnDemandFetch = max(host, peer, computing) + float64(m.MoELayers())*h.RoundTrip
-	} else {
-		s.GPU += p.written(x, s.GPU)
 	}
 	s.HostLink += host
 	s.PeerLink += peer
@@ -238,16 +242,6 @@ func (p *Problem) missing(x *Policy) float64 {
 		return p.Routing.Fetched / (float64(offloaded) * float64(p.Sizes.Expert))
 	}
 	return p.Model.Distinct(float64(x.Batch)) / float64(p.Model.Experts)
-}
-
-// written is the time that copies of offloaded experts take of the GPU's memory in a step, where what
-// the GPU takes was measured without copies.
-func (p *Problem) written(x *Policy, gpu float64) float64 {
-	missing := float64(p.Model.ExpertCount() - x.ResidentExperts)
-	if p.Hardware.Compute == nil || gpu == 0 {
-		return 0
-	}
-	return missing * float64(p.Sizes.Expert) / p.Hardware.GPUMemoryRate
 }
 
 // maxHeld is the most time for which a step reads peers' memory in place, in seconds, unless it is told
@@ -396,7 +390,9 @@ func (p *Problem) prefillTimes(x *Policy) stepTimes {
 			shape.experts, shape.projections = halves, max(halves, projections)
 		}
 	}
-	return p.Hardware.times(&p.Model, shape)
+	t := p.Hardware.times(&p.Model, shape)
+	p.addCopies(&t, x)
+	return t
 }
 
 // prefillTokens is the number of sequences and of tokens of a prefill step, and of pairs
@@ -417,7 +413,6 @@ func (p *Problem) prefill(x *Policy, gpu float64) Step {
 		d2h, h2d, cpu = p.cpuAttention(&s, x, tokens, pairs, tokens)
 	}
 	s.D2HLink = d2h / p.Hardware.GPUToHost
-	s.GPU += p.written(x, s.GPU)
 	s.HostLink, s.PeerLink = p.fetch(x, 1)
 	s.HostLink += h2d / p.Hardware.HostToGPU[x.HostPaths-1]
 	if x.HostPaths > 1 {
@@ -490,14 +485,22 @@ func (p Problem) SaturationPoint(policy Policy, tier configs.Tier) (float64, err
 	if err != nil {
 		return 0, err
 	}
-	none := n.decodeStep(&x)
+	// What the GPU takes with the first offloaded expert, and how much more with all: copies take a
+	// part of its memory's rate.
+	first := n.decodeShape(&x, true)
+	none := n.decode(&x, &first)
 	x.ResidentExperts = 0
 	x.PeerExperts = n.split(&x, tier)
+	every := n.decodeTimes(&x)
+	more := 0.0
+	if none.Seconds == none.GPU {
+		more = every.total() - first.total()
+	}
 	all := n.decode(&x, &stepTimes{})
 	point := math.Inf(1)
 	for _, l := range [][2]float64{{none.HostLink, all.HostLink}, {none.PeerLink, all.PeerLink}} {
-		if l[1] > l[0] {
-			point = min(point, (none.Seconds-l[0])/(l[1]-l[0]))
+		if l[1]-l[0] > more {
+			point = min(point, (none.Seconds-l[0])/(l[1]-l[0]-more))
 		}
 	}
 	return point, nil

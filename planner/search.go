@@ -526,7 +526,11 @@ func (s *search) compare(x Policy) {
 				break
 			}
 			s.evaluations++
-			step := s.decode(&x, &gpuDecode)
+			gpu := gpuDecode
+			if x.OnDemand {
+				gpu[phaseCopies] = Phase{}
+			}
+			step := s.decode(&x, &gpu)
 			linked = linked || step.Bound != BoundGPUCompute
 			rate := float64(x.Batch) * n / (steps*prefill.Seconds + (n-1)*step.Seconds)
 			s.keep(x, rate, steps*prefill.Seconds, step.Seconds)

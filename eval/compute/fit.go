@@ -12,12 +12,14 @@ import (
 // cases differ less in them.
 func knots(c planner.Cost) []float64 {
 	switch c {
-	case planner.LayerFixed, planner.HeadWeights:
-		return []float64{1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096}
+	case planner.LayerFixed:
+		return []float64{1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096}
+	case planner.HeadWeights:
+		return []float64{1, 64, 128, 256, 512, 4096}
 	case planner.DenseWeights:
-		return []float64{1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192}
+		return []float64{1, 16, 64, 128, 256, 512, 1024, 8192}
 	case planner.ExpertWeights:
-		return []float64{1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048}
+		return []float64{1, 16, 64, 128, 256, 512, 2048}
 	case planner.ExpertFixed:
 		return []float64{1, 32, 512}
 	case planner.StepFixed:
