@@ -95,3 +95,67 @@ func readJSON(t *testing.T, path string, to any) {
 		t.Fatal(err)
 	}
 }
+
+// The profile of the H200 predicts steps that were measured on these GPUs, in one run with what its kernels
+// reach and as docs/PERFORMANCE.md has them: docs/log/planner-accuracy.md.
+func TestPredictionsOfMeasuredSteps(t *testing.T) {
+	for _, c := range []struct {
+		file          string
+		cells         int
+		median, worst float64
+	}{
+		{"planner-cells-h200.jsonl", 46, 0.03, 0.16},
+		{"planner-cells-performance.jsonl", 31, 0.05, 0.25},
+	} {
+		stdout, stderr, code := invoke(t, strings.NewReader(""), "bench", "predict", "--hardware", "h200", filepath.Join("..", "..", "docs", "log", c.file), "--json", "-")
+		var p eval.Predictions
+		if err := json.Unmarshal([]byte(stdout), &p); err != nil || code != exitDone {
+			t.Fatalf("%s: exit code %d, %v: %s", c.file, code, err, stderr)
+		}
+		if p.Errors.Cells != c.cells || p.Errors.Median > c.median || p.Errors.Worst > c.worst || p.ErrorsApart.Median > 0.05 {
+			t.Errorf("%s: errors %+v, of those apart %+v; a median of %v and at most %v are allowed", c.file, p.Errors, p.ErrorsApart, c.median, c.worst)
+		}
+	}
+}
+
+// --policy auto is never more than 5 % slower than the best of the settings that it chooses from.
+func TestPolicyAutoIsNearTheBest(t *testing.T) {
+	for _, links := range []string{"hbm=12MiB,pcie=100MB/s,gpus=1", "hbm=8MiB,pcie=55.3MB/s,nvlink=395MB/s"} {
+		run := func(args ...string) (eval.Result, bool) {
+			args = append([]string{
+				"bench", "throughput", "--emulate", "virtual,host=1GiB,flops=78G,bw=3.9GB/s,cpuflops=20G,cpubw=0.5GB/s," + links, "--input-len", "40", "--num-prompts", "64",
+				"--output-len", "16", "--trials", "1", "--warmup-tokens", "0", "--json", "-",
+			}, args...)
+			stdout, stderr, code := invoke(t, strings.NewReader(""), args...)
+			var r eval.Result
+			switch err := json.Unmarshal([]byte(stdout), &r); {
+			case code == exitUsage && (strings.Contains(stderr, "out of memory") || strings.Contains(stderr, "there is room for")):
+				return r, false
+			case code != exitDone || err != nil:
+				t.Fatalf("%s: exit code %d, %v: %s", args, code, err, stderr)
+			}
+			return r, true
+		}
+		auto, ok := run("--policy", "auto")
+		if !ok {
+			t.Fatalf("%s: the policy does not fit", links)
+		}
+		fit := 0
+		for _, attention := range []string{"gpu", "cpu"} {
+			for _, fraction := range []string{"0", "0.5", "1"} {
+				for _, tokens := range []string{"64", "640"} {
+					r, ok := run("--attention", attention, "--offload-fraction", fraction, "--max-num-batched-tokens", tokens)
+					if !ok {
+						continue
+					}
+					if fit++; auto.ThroughputTokS < 0.95*r.ThroughputTokS {
+						t.Errorf("%s: auto reaches %.1f tokens/s, and attention on the %s, %s offloaded and steps of %s tokens %.1f", links, auto.ThroughputTokS, attention, fraction, tokens, r.ThroughputTokS)
+					}
+				}
+			}
+		}
+		if fit < 3 {
+			t.Errorf("%s: only %d settings fit", links, fit)
+		}
+	}
+}
