@@ -293,7 +293,7 @@ var Schema = []Key{
 	},
 	{
 		Name: "hardware", Kind: String, Default: "", Placeholder: "NAME|FILE", Path: true, Commands: onHardware,
-		Help: "hardware profile used for roofline and predictions: " + strings.Join(HardwareNames(), ", ") + ", or a file of bench transfer --calibrate; one of bench kv --calibrate also says which KV blocks a kernel copies; default: what is known of this machine",
+		Help: "hardware profile used for roofline and predictions: " + strings.Join(HardwareNames(), ", ") + ", or a file of bench transfer or bench kernels --calibrate; one of bench kv --calibrate also says which KV blocks a kernel copies; default: what is known of this machine",
 	},
 	{
 		Name: "raw", Kind: Bool, Default: false, Commands: []string{"run", "config"},

@@ -81,35 +81,44 @@ func (c *Curve) UnmarshalJSON(text []byte) error {
 
 // Value of the curve at x; 0 of an empty curve.
 func (c Curve) Value(x float64) float64 {
-	v := 0.0
-	for i, w := range c.Weights(x) {
-		v += w * c.Values[i]
+	if len(c.At) == 0 {
+		return 0
 	}
-	if n := len(c.At); n > 1 && x > c.At[n-1] {
-		v = max(v, c.Values[n-1])
+	i, part := c.find(x)
+	if part == 0 {
+		return c.Values[i]
+	}
+	v := c.Values[i]*(1-part) + c.Values[i+1]*part
+	if part > 1 {
+		v = max(v, c.Values[i+1])
 	}
 	return v
 }
 
 // Weights are the shares of the points in the value at x, which is linear in their values.
 func (c Curve) Weights(x float64) []float64 {
-	n := len(c.At)
-	w := make([]float64, n)
-	switch {
-	case n == 0:
-	case n == 1 || x <= c.At[0]:
-		w[0] = 1
-	default:
-		i, found := slices.BinarySearch(c.At, x)
-		if found {
-			w[i] = 1
-			return w
-		}
-		i = min(i, n-1)
-		part := (x - c.At[i-1]) / (c.At[i] - c.At[i-1])
-		w[i-1], w[i] = 1-part, part
+	w := make([]float64, len(c.At))
+	if len(w) == 0 {
+		return w
+	}
+	i, part := c.find(x)
+	w[i] = 1 - part
+	if part != 0 {
+		w[i+1] = part
 	}
 	return w
+}
+
+// find returns the point before x, and which part of the way to the next one x is: above 1 behind the
+// last. It is 0 where a curve has one point, and before its first.
+func (c Curve) find(x float64) (i int, part float64) {
+	n := len(c.At)
+	if n == 1 || x <= c.At[0] {
+		return 0, 0
+	}
+	i, _ = slices.BinarySearch(c.At, x)
+	i = min(i, n-1) - 1
+	return i, (x - c.At[i]) / (c.At[i+1] - c.At[i])
 }
 
 func (c Curve) check(name string) string {
@@ -161,7 +170,7 @@ func (c *Compute) Validate() error {
 // Cost is a part of Compute: what a term of a step takes of it.
 type Cost uint8
 
-// The parts, each a curve or a number.
+// The costs, in the order of the parts of Compute.
 const (
 	StepFixed Cost = iota
 	LayerFixed
@@ -177,21 +186,11 @@ const (
 	ElementwiseBytes
 	KVBytes
 	PromptFlops
+	// Costs is their number.
 	Costs
 )
 
-// Curve is a part; a number is a curve of one point.
-func (c *Compute) Curve(k Cost) Curve {
-	number := func(v float64) Curve { return Curve{At: []float64{1}, Values: []float64{v}} }
-	switch k {
-	case LogitSampling:
-		return number(c.Sampling)
-	case ElementwiseBytes:
-		return number(c.Elementwise)
-	}
-	return *c.curve(k)
-}
-
+// curve is the part of a cost that has one.
 func (c *Compute) curve(k Cost) *Curve {
 	return [...]*Curve{
 		&c.Decode.Step, &c.Decode.Layer, &c.Decode.Shared, &c.Enqueued.Step, &c.Enqueued.Layer, &c.Enqueued.Shared,
