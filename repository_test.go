@@ -28,6 +28,7 @@ var imports = map[string]map[string]string{
 		"device/tenants":     "recordings of memory in use",
 		"engine":             "requests of generate and bench, and their updates",
 		"eval":               "runs measurements and prints them",
+		"eval/compute":       "measures kernels for predictions",
 		"eval/fairness":      "measures scheduling policies",
 		"eval/kv":            "measures copies of KV blocks",
 		"eval/multipath":     "measures copies over several links",
@@ -85,6 +86,10 @@ var imports = map[string]map[string]string{
 		"planner":     "what is expected, beside what was measured",
 		"transfer":    "copies through its engine",
 		"untrusted":   "limits of files",
+	},
+	"eval/compute": {
+		"eval":    "what a result is of, and nodes that are measured",
+		"planner": "what is fitted to the measurements",
 	},
 	"eval/figure": {},
 	"eval/kv": {
@@ -322,6 +327,7 @@ var imports = map[string]map[string]string{
 		"node/checkpoint": "the model that is planned for",
 		"node/fault":      "says what an error is about",
 		"node/sizing":     "what an engine takes of which memory",
+		"pipeline":        "which steps fetch on demand or read in place",
 		"planner":         "the search",
 		"transfer":        "when a copy is split between links, and where a kernel makes it",
 		"untrusted":       "files of policies and hardware",

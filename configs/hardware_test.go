@@ -63,6 +63,12 @@ func TestHardware(t *testing.T) {
 		if called != name {
 			t.Errorf("%s calls itself %q", name, called)
 		}
+		// What kernels reach, an object, is only of machines where that was measured.
+		if strings.HasPrefix(sources["compute"], "measured") != (raw["compute"] != nil) {
+			t.Errorf("%s: compute is %s, and its source %q", name, raw["compute"], sources["compute"])
+		}
+		delete(raw, "compute")
+		delete(sources, "compute")
 		values := map[string][]float64{}
 		for key, text := range raw {
 			var list []float64

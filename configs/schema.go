@@ -68,13 +68,14 @@ func (k Key) Variable() string {
 // and of these those that say what is offloaded, that take requests as they come, that decide how
 // many of them run, that have a result, sample tokens, generate for a person, hold conversations, serve, or measure a batch.
 var (
-	onDevice   = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench figure", "bench transfer", "bench multipath", "bench kv", "bench prefix", "bench fairness", "bench sleep", "bench harvest", "config"}
+	onDevice   = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench figure", "bench transfer", "bench multipath", "bench kv", "bench kernels", "bench prefix", "bench fairness", "bench sleep", "bench harvest", "config"}
+	onHardware = append(slices.Clone(onDevice), "bench predict")
 	onSleep    = []string{"serve", "bench sleep", "config"}
 	onModel    = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench figure", "bench prefix", "bench fairness", "bench sleep", "bench harvest", "config"}
 	onOffload  = []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench prefix", "bench fairness", "bench sleep", "bench harvest", "config"}
 	onRequest  = []string{"run", "chat", "serve", "inspect", "plan", "bench prefix", "config"}
 	onSeqs     = []string{"run", "chat", "serve", "inspect", "plan", "bench prefix", "bench fairness", "bench sleep", "config"}
-	onResult   = []string{"run", "inspect", "plan", "bench throughput", "bench sweep", "bench figure", "bench transfer", "bench multipath", "bench kv", "bench prefix", "bench fairness", "bench sleep", "bench harvest", "config"}
+	onResult   = []string{"run", "inspect", "plan", "bench throughput", "bench sweep", "bench figure", "bench transfer", "bench multipath", "bench kv", "bench kernels", "bench predict", "bench prefix", "bench fairness", "bench sleep", "bench harvest", "config"}
 	onSample   = []string{"run", "chat", "bench throughput", "bench sweep", "bench figure", "bench harvest", "config"}
 	onGenerate = []string{"run", "chat", "config"}
 	onChat     = []string{"run", "chat", "serve", "config"}
@@ -296,8 +297,8 @@ var Schema = []Key{
 		Help: "auto: the planner sets offload fraction, batch, micro-batches and attention where they are not given; FILE: as plan --json wrote it",
 	},
 	{
-		Name: "hardware", Kind: String, Default: "", Placeholder: "NAME|FILE", Path: true, Commands: onDevice,
-		Help: "hardware profile used for roofline and predictions: " + strings.Join(HardwareNames(), ", ") + ", or a file of bench transfer --calibrate; one of bench kv --calibrate also says which KV blocks a kernel copies; default: what is known of this machine",
+		Name: "hardware", Kind: String, Default: "", Placeholder: "NAME|FILE", Path: true, Commands: onHardware,
+		Help: "hardware profile used for roofline and predictions: " + strings.Join(HardwareNames(), ", ") + ", or a file of bench transfer or bench kernels --calibrate; one of bench kv --calibrate also says which KV blocks a kernel copies; default: what is known of this machine",
 	},
 	{
 		Name: "raw", Kind: Bool, Default: false, Commands: []string{"run", "config"},

@@ -60,9 +60,11 @@ type Info struct {
 	Attention configs.Place
 	// HostPaths is the number of links that copies from and to the host go over. Default: 1.
 	HostPaths int
-	// Shape and Sizes of the model are for predictions.
-	Shape planner.Model
-	Sizes planner.Sizes
+	// Shape and Sizes of the model are for predictions; Complete, if set, sets how a problem's offloaded
+	// experts are fetched.
+	Shape    planner.Model
+	Sizes    planner.Sizes
+	Complete func(*planner.Problem)
 }
 
 // Counts are what a node has done so far.

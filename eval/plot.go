@@ -189,12 +189,13 @@ func measuredPoints(results []Result, line Cell) []figure.Point {
 // begins to grow; without a saturation point it grows from fraction 0 on. Predictions for
 // other hardware than what was measured have no curve.
 func predictedCurve(results []Result, line Cell) []figure.Point {
-	type vertex struct{ fraction, seconds float64 }
+	// compute is what the GPU takes of a token where copies are overlapped.
+	type vertex struct{ fraction, seconds, compute float64 }
 	var known []vertex
 	saturation := 0.0
 	for _, r := range ofLine(results, line) {
 		if p := r.Prediction; p != nil && p.DecodeTokS > 0 && r.comparable() {
-			known = append(known, vertex{r.OffloadFraction, 1 / p.DecodeTokS})
+			known = append(known, vertex{r.OffloadFraction, 1 / p.DecodeTokS, p.GPUSeconds / float64(r.Requests)})
 			saturation = max(saturation, p.SaturationPoint)
 		}
 	}
@@ -203,14 +204,23 @@ func predictedCurve(results []Result, line Cell) []figure.Point {
 	}
 	switch last := known[len(known)-1].fraction; {
 	case known[0].fraction < saturation && saturation < last:
-		// Up to there a step takes as long as at the minimum fraction.
+		// Up to there a step takes as long as the GPU, which copies may slow. It grows with the fraction
+		// as between the last two that were measured, from the first offloaded expert on.
+		a, b := known[max(1, len(known)-2)], known[len(known)-1]
+		slope := 0.0
+		if a.fraction < b.fraction {
+			slope = (b.compute - a.compute) / (b.fraction - a.fraction)
+		}
 		at, _ := slices.BinarySearchFunc(known, saturation, func(v vertex, f float64) int { return cmp.Compare(v.fraction, f) })
-		known = slices.Insert(known, at, vertex{saturation, known[0].seconds})
+		known = slices.Insert(known, at, vertex{saturation, b.compute - slope*(b.fraction-saturation), 0})
+		if known[0].fraction == 0 {
+			known = slices.Insert(known, 1, vertex{0, b.compute - slope*b.fraction, 0})
+		}
 	case saturation == 0 && known[0].fraction == 0 && len(known) > 2:
 		// The first offloaded expert may cost a wait for the router in each layer.
 		a, b := known[1], known[2]
 		first := a.seconds - (b.seconds-a.seconds)/(b.fraction-a.fraction)*a.fraction
-		known = slices.Insert(known, 1, vertex{0, max(first, known[0].seconds)})
+		known = slices.Insert(known, 1, vertex{0, max(first, known[0].seconds), 0})
 	}
 	var curve []figure.Point
 	for i, v := range known {

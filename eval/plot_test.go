@@ -13,11 +13,14 @@ import (
 
 // predicted are results as a sweep has them, of Mixtral on an H200, with predictions
 // only.
-func predicted(t *testing.T, requests int, onDemand bool, fractions ...float64) ([]Result, *Info) {
+func predicted(t *testing.T, requests int, onDemand, calibrated bool, fractions ...float64) ([]Result, *Info) {
 	t.Helper()
 	h, err := planner.HardwarePreset("h200")
 	if err != nil {
 		t.Fatal(err)
+	}
+	if !calibrated {
+		h.Compute = nil // rates alone
 	}
 	info := &Info{
 		Machine: Machine{Device: "H200", Hardware: &Hardware{Hardware: h, Comparable: true}}, StepTokens: 32768,
@@ -46,15 +49,16 @@ func predicted(t *testing.T, requests int, onDemand bool, fractions ...float64) 
 // The curve drawn from a sweep of three fractions is what the planner predicts at all.
 func TestPredictedCurve(t *testing.T) {
 	for _, c := range []struct {
-		requests int
-		onDemand bool
-	}{{3240, false}, {324, false}, {1, true}} {
-		sparse, _ := predicted(t, c.requests, c.onDemand, 0, 0.5, 1)
+		requests   int
+		onDemand   bool
+		calibrated bool
+	}{{3240, false, false}, {324, false, false}, {1, true, false}, {3240, false, true}, {324, false, true}, {1, true, true}} {
+		sparse, _ := predicted(t, c.requests, c.onDemand, c.calibrated, 0, 0.5, 1)
 		var dense []float64
 		for n := range 257 { // an expert each
 			dense = append(dense, float64(n)/256)
 		}
-		all, _ := predicted(t, c.requests, c.onDemand, dense...)
+		all, _ := predicted(t, c.requests, c.onDemand, c.calibrated, dense...)
 		for _, tier := range []configs.Tier{configs.HostTier, configs.PeerTier} {
 			curve := predictedCurve(sparse, Cell{Tier: tier})
 			if curve[0].X != 0 || curve[len(curve)-1].X != 100 {
@@ -78,7 +82,7 @@ func TestPredictedCurve(t *testing.T) {
 
 // The curve goes through its saturation point, which is where its tag stands.
 func TestSaturationPoint(t *testing.T) {
-	results, _ := predicted(t, 3240, false, 0, 0.5, 1)
+	results, _ := predicted(t, 3240, false, false, 0, 0.5, 1)
 	chart := sweepFigure(results)
 	if len(chart.Tags) != 2 {
 		t.Fatalf("%+v", chart.Tags)
@@ -93,7 +97,7 @@ func TestSaturationPoint(t *testing.T) {
 		}
 	}
 	// Steps that fetch what their router chose hide nothing.
-	results, _ = predicted(t, 1, true, 0, 0.5, 1)
+	results, _ = predicted(t, 1, true, false, 0, 0.5, 1)
 	if chart = sweepFigure(results); len(chart.Tags) != 0 {
 		t.Errorf("%+v", chart.Tags)
 	}
@@ -110,7 +114,7 @@ func TestSaturationPoint(t *testing.T) {
 
 // A sweep of fraction 0 alone has its point.
 func TestNothingOffloaded(t *testing.T) {
-	results, _ := predicted(t, 324, false, 0)
+	results, _ := predicted(t, 324, false, false, 0)
 	series := sweepFigure(results).Panels[0].Series
 	if len(series) != 1 || series[0].Name != "nothing offloaded, measured" || len(series[0].Points) != 1 || !series[0].Marks {
 		t.Errorf("%+v", series)

@@ -115,8 +115,13 @@ type Prediction struct {
 	DecodeSeconds  float64 `json:"decode_s"`
 	ThroughputTokS float64 `json:"throughput_tok_s"`
 	DecodeTokS     float64 `json:"decode_tok_s"`
-	// Bound of a decode step.
-	Bound string `json:"bound"`
+	// Bound of a decode step, and of a prefill step.
+	Bound        string `json:"bound"`
+	PrefillBound string `json:"prefill_bound"`
+	// GPUSeconds and LinkSeconds are the times of a decode step's compute, and of its copies on the busiest
+	// link.
+	GPUSeconds  float64 `json:"step_gpu_s"`
+	LinkSeconds float64 `json:"step_link_s"`
 	// SaturationPoint is the offload fraction up to which copies from the cell's tier are
 	// fully overlapped by compute; absent at fraction 0, where that is above 1, and with
 	// on-demand fetches, which nothing overlaps.
@@ -220,6 +225,9 @@ func (r *Result) predict(info *Info) {
 	r.Roofline = &Roofline{Bound: string(bound(roofline, link)), TokS: roofline.TokS}
 
 	problem := planner.Problem{Model: info.Shape, Hardware: h, Workload: work, Sizes: info.Sizes, CPUExperts: info.CPUExperts}
+	if info.Complete != nil {
+		info.Complete(&problem)
+	}
 	policy, err := problem.Offload(policy, r.OffloadFraction, tier)
 	if err != nil {
 		return
@@ -232,10 +240,15 @@ func (r *Result) predict(info *Info) {
 	r.Prediction = &Prediction{
 		PrefillSeconds: p.PrefillSeconds, DecodeSeconds: p.DecodeSeconds,
 		ThroughputTokS: p.TokS, DecodeTokS: p.DecodeTokS, Bound: string(p.Decode.Bound),
+		PrefillBound: string(p.Prefill.Bound), GPUSeconds: p.Decode.GPU, LinkSeconds: max(p.Decode.HostLink, p.Decode.PeerLink),
 	}
 	if policy.Attention == configs.OnCPU || policy.OnDemand && info.CPUExperts != 0 {
-		// Rooflines have attention and experts on the GPU; what the planner allows is the limit then.
-		r.Roofline = &Roofline{Bound: string(p.Decode.Bound), TokS: p.DecodeTokS}
+		// Rooflines have attention and experts on the GPU; what the planner allows by rates alone is the
+		// limit then.
+		problem.Hardware.Compute = nil
+		if p, err = problem.Predict(policy); err == nil || errors.As(err, &misfit) {
+			r.Roofline = &Roofline{Bound: string(p.Decode.Bound), TokS: p.DecodeTokS}
+		}
 	}
 	if r.Tier == configs.NoTier || policy.OnDemand {
 		return // a step waits for each of its on-demand fetches

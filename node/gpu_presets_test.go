@@ -22,6 +22,7 @@ import (
 	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/observe"
 	"github.com/moeserve/moeserve/node/sizing"
 	"github.com/moeserve/moeserve/pipeline"
 )
@@ -53,6 +54,10 @@ type timing struct {
 	// Sequences of a step, and its tokens.
 	Sequences int `json:"sequences,omitempty"`
 	Rows      int `json:"rows,omitempty"`
+	// ExpertsUsed is the experts of a layer that had rows in the last step, FetchedBytes the mean of the
+	// offloaded experts that a decode step copied or read in place.
+	ExpertsUsed  float64 `json:"experts_used,omitempty"`
+	FetchedBytes float64 `json:"fetched_bytes,omitempty"`
 	// Seconds of one step, or of the loading; Roofline is what memory, GEMMs and the
 	// link to host memory would take at their measured rates.
 	Seconds  float64 `json:"seconds"`
@@ -193,11 +198,14 @@ func runPreset(t *testing.T, name string, fraction float64, tier configs.Tier, a
 		x.Seconds = 0
 		x.Roofline = 0
 		per := presetRows / presetPrompt
+		used := usedExperts(t, n)
 		for from := 0; from < batch; from += per {
 			some := b.sequences[from:min(from+per, batch)]
+			used() // of the last step alone
 			x.Seconds += b.step(some, h).Seconds()
 			x.Roofline += rooflineSeconds(c, len(some)*presetPrompt, len(some), presetPrompt, fraction, rate)
 		}
+		x.ExpertsUsed = used()
 		note(x)
 		x.Kind, x.Rows = "decode", batch
 		x.MissingBytes = fraction * float64(c.MoELayers()) * touched(c, batch) * expertBytes(c)
@@ -206,6 +214,7 @@ func runPreset(t *testing.T, name string, fraction float64, tier configs.Tier, a
 		stalls := n.Pipeline().Stalls()
 		steps, graphs, by := decodes(batch), n.Pipeline().Graphs(), n.Pipeline().StepsByAccess()
 		for i := range steps {
+			used() // of the last step alone
 			if d := b.step(b.sequences, h); i >= presetFirst {
 				took = append(took, d)
 			}
@@ -222,12 +231,45 @@ func runPreset(t *testing.T, name string, fraction float64, tier configs.Tier, a
 			}
 		}
 		x.Roofline = rooflineSeconds(c, batch, batch, presetPrompt+steps/2, fraction, rate)
+		x.ExpertsUsed, x.FetchedBytes = used(), fetched(before, n.Observe().Experts())/float64(steps)
 		x.Direct = float64(n.Pipeline().StepsByAccess().Direct-by.Direct) / float64(steps)
 		note(x)
-		x.MissingBytes, x.Direct = 0, 0
+		x.MissingBytes, x.Direct, x.FetchedBytes = 0, 0, 0
 		b.free()
 	}
 	return fmt.Sprintf("%x", h.Sum(nil)[:8])
+}
+
+// usedExperts returns a function that counts the experts of a layer that had rows since its last call, a mean
+// over the layers.
+func usedExperts(t *testing.T, n *node.Node) func() float64 {
+	var before [][]int64
+	return func() float64 {
+		r, err := n.Observe().Report(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		used, now := 0, [][]int64{}
+		for l, layer := range r.Layers {
+			now = append(now, layer.RoutedTokens)
+			for e, rows := range layer.RoutedTokens {
+				if before == nil || rows > before[l][e] {
+					used++
+				}
+			}
+		}
+		before = now
+		return float64(used) / float64(len(now))
+	}
+}
+
+// fetched is the bytes of experts that were copied, or read in place.
+func fetched(before, after observe.Experts) float64 {
+	bytes := int64(0)
+	for tier := range after.Fetched {
+		bytes += after.Fetched[tier] - before.Fetched[tier] + after.ReadInPlace[tier] - before.ReadInPlace[tier]
+	}
+	return float64(bytes)
 }
 
 // presetBatch is sequences that go on step by step.

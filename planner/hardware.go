@@ -80,6 +80,10 @@ type Hardware struct {
 	// calibrated. HostToGPU has a rate for each number of its relays.
 	Multipath *configs.Multipath `json:"multipath,omitempty"`
 
+	// Compute is what the engine reaches on the GPU; nil: that was not measured, and steps take what
+	// the rates above allow.
+	Compute *Compute `json:"compute,omitempty"`
+
 	// Sources has, by a field's key, where its number is from.
 	Sources map[string]string `json:"sources,omitempty"`
 }
@@ -118,6 +122,7 @@ var hardwareFields = []struct {
 	{"peer_load_kernel_thread_blocks", "thread blocks", true, func(h *Hardware) float64 { return float64(h.PeerLoadKernelBlocks) }},
 	{"peer_store_kernel_thread_blocks", "thread blocks", true, func(h *Hardware) float64 { return float64(h.PeerStoreKernelBlocks) }},
 	{"multipath", "an object", true, nil},
+	{"compute", "an object", true, nil},
 }
 
 // HardwareFields lists the keys of the figures of a machine.
@@ -201,7 +206,10 @@ func ParseHardware(data []byte) (Hardware, error) {
 			given[key] = wholeNumber(value)
 		}
 	}
-	if err := readMultipath(given, &h); err != nil {
+	if err := readObject(given, "multipath", &h.Multipath); err != nil {
+		return Hardware{}, err
+	}
+	if err := readObject(given, "compute", &h.Compute); err != nil {
 		return Hardware{}, err
 	}
 	figures, err := json.Marshal(given)
@@ -251,18 +259,18 @@ func readKey(given map[string]json.RawMessage, key string, to any) error {
 	return nil
 }
 
-// readMultipath reads the object multipath.
-func readMultipath(given map[string]json.RawMessage, h *Hardware) error {
-	text, ok := given["multipath"]
+// readObject reads an object, and removes it from what is given.
+func readObject[T any](given map[string]json.RawMessage, key string, to **T) error {
+	text, ok := given[key]
 	if !ok {
 		return nil
 	}
-	delete(given, "multipath")
+	delete(given, key)
 	d := json.NewDecoder(bytes.NewReader(text))
 	d.DisallowUnknownFields()
-	h.Multipath = &configs.Multipath{}
-	if err := d.Decode(h.Multipath); err != nil {
-		return fmt.Errorf("planner: read hardware: multipath: %w", err)
+	*to = new(T)
+	if err := d.Decode(*to); err != nil {
+		return fmt.Errorf("planner: read hardware: %s: %w", key, err)
 	}
 	return nil
 }
@@ -355,6 +363,11 @@ func (h Hardware) Validate() error {
 	}
 	if h.Multipath != nil {
 		if err := h.Multipath.Validate(); err != nil {
+			wrong = append(wrong, err.Error())
+		}
+	}
+	if h.Compute != nil {
+		if err := h.Compute.Validate(); err != nil {
 			wrong = append(wrong, err.Error())
 		}
 	}

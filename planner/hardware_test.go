@@ -10,7 +10,15 @@ import (
 	"github.com/moeserve/moeserve/configs"
 )
 
+// hardwarePreset is a profile by its rates alone; calibrated has also what was measured of kernels.
 func hardwarePreset(t testing.TB, name string) Hardware {
+	t.Helper()
+	h := calibrated(t, name)
+	h.Compute = nil
+	return h
+}
+
+func calibrated(t testing.TB, name string) Hardware {
 	t.Helper()
 	h, err := HardwarePreset(name)
 	if err != nil {

@@ -24,12 +24,12 @@ func MixedSeconds(m *Model, h *Hardware, s MixedStep) float64 {
 	}
 	groups := float64(max(s.Groups, 1))
 	seen := m.seen(s.PromptContext)
-	x := m.work(stepShape{
+	t := h.roofline(m, stepShape{
 		// Prompts end in few of their steps: most of their tokens have no logits.
 		tokens: n, logits: max(s.Decodes, 1), pairs: s.DecodeContext + s.PromptTokens*seen, kvTokens: s.DecodeContext + seen + s.PromptTokens,
 		context: s.PromptContext + 1, projections: groups, experts: groups,
 	})
-	seconds := h.total(&x)
+	seconds := t.total()
 	if s.Fraction > 0 && s.Rate > 0 {
 		seconds = max(seconds, s.Fraction*float64(m.MoELayers())*m.Distinct(n)*float64(m.ExpertBytes())/s.Rate)
 	}

@@ -9,31 +9,38 @@ import (
 // Model is the shape of a mixture-of-experts model, as far as cost depends on it.
 type Model struct {
 	// Name in messages.
-	Name string
+	Name string `json:"name"`
 	// Layers is the total; DenseLayers of them have one MLP of DenseWidth instead of
 	// experts.
-	Layers, DenseLayers int
+	Layers      int `json:"layers"`
+	DenseLayers int `json:"dense_layers"`
 	// Hidden is the width of the hidden state.
-	Hidden int
+	Hidden int `json:"hidden_size"`
 	// Heads of queries, KVHeads of keys and values, each of HeadDim elements. Heads *
 	// HeadDim need not be Hidden.
-	Heads, KVHeads, HeadDim int
+	Heads   int `json:"heads"`
+	KVHeads int `json:"kv_heads"`
+	HeadDim int `json:"head_dim"`
 	// Experts of a layer, TopK of which a token goes through; ExpertWidth is their
 	// intermediate size.
-	Experts, TopK, ExpertWidth int
+	Experts     int `json:"experts"`
+	TopK        int `json:"top_k"`
+	ExpertWidth int `json:"expert_width"`
 	// SharedWidth is the intermediate size of the shared expert; 0: there is none.
-	SharedWidth int
+	SharedWidth int `json:"shared_width"`
 	// DenseWidth is the intermediate size of the MLP of dense layers.
-	DenseWidth int
-	Vocab      int
+	DenseWidth int `json:"dense_width"`
+	Vocab      int `json:"vocab_size"`
 	// TiedEmbeddings: the output layer is the embedding table.
-	TiedEmbeddings bool
+	TiedEmbeddings bool `json:"tied_embeddings"`
 	// Window is the sliding window of attention in tokens, the query's own included; 0:
 	// none.
-	Window int
+	Window int `json:"window"`
 	// WeightBytes, ActivationBytes and KVBytes are the sizes of one element. Default:
 	// 2 each.
-	WeightBytes, ActivationBytes, KVBytes int
+	WeightBytes     int `json:"weight_bytes"`
+	ActivationBytes int `json:"activation_bytes"`
+	KVBytes         int `json:"kv_bytes"`
 }
 
 // EnsureDefaults fills in the fields that are 0.
@@ -151,6 +158,15 @@ func (m Model) seen(context float64) float64 {
 		return min(context, float64(m.Window))
 	}
 	return context
+}
+
+// pairs is the number of pairs of a query and a key of a prompt. A query sees its own token and
+// those before it: half of the prompt on average, and no more than the window.
+func (m *Model) pairs(prompt float64) float64 {
+	if w := float64(m.Window); w > 0 && prompt > w {
+		return w*(w+1)/2 + (prompt-w)*w
+	}
+	return prompt * (prompt + 1) / 2
 }
 
 // Workload is the requests to plan for: sequences that are alike.

@@ -62,12 +62,14 @@ const (
 	phaseDown
 	phaseAttention
 	phaseHead
+	phaseFixed
+	phaseCopies
 	phaseCount
 )
 
 var phaseNames = [phaseCount]string{
 	"qkv", "output projection", "router", "elementwise", "shared expert", "dense mlp",
-	"experts gate/up", "experts down", "attention", "lm head",
+	"experts gate/up", "experts down", "attention", "lm head", "fixed costs", "copies into GPU memory",
 }
 
 // LongContext is the tokens of a sequence from which Hardware.GPULongAttentionFlops is the rate of
@@ -96,6 +98,12 @@ type stepShape struct {
 	projections, experts float64
 	// hostAttention: the CPU computes attention.
 	hostAttention bool
+	// sequences of the step, and the tokens of each in it; 1: it decodes.
+	sequences, prompt float64
+	// enqueued: the host enqueues every kernel by itself.
+	enqueued bool
+	// touched is the experts of a layer that have rows; 0: the expected number.
+	touched float64
 }
 
 // work returns the bytes and flops of a step over all layers. Each phase reads its
@@ -138,7 +146,7 @@ func (m *Model) work(s stepShape) work {
 		wide := float64(m.DenseWidth)
 		set(phaseDense, dense, s.experts*3*w*h*wide+a*n*(2*h+2*wide), 6*n*h*wide)
 	}
-	touched := s.experts * m.Distinct(n/s.experts)
+	touched := s.experts * m.used(&s)
 	set(phaseUp, moe, 2*w*touched*h*width+a*n*k*(h+width), 4*n*k*h*width)
 	set(phaseDown, moe, w*touched*h*width+a*n*k*(h+width), 2*n*k*h*width)
 	if !s.hostAttention {
@@ -164,30 +172,56 @@ func (h *Hardware) seconds(phase int, x phaseWork) (float64, Bound) {
 	return x.bytes / h.GPUMemoryRate, BoundGPUMemory
 }
 
-// total is the time of all phases, each at its own bound, in seconds.
-func (h *Hardware) total(x *work) float64 {
-	var t float64
-	for i := range x {
-		s, _ := h.seconds(i, x[i])
-		t += s
+// stepTimes are the phases of a step with their times, those without work included.
+type stepTimes [phaseCount]Phase
+
+// roofline is the time of a step whose phases are each at their bound.
+func (h *Hardware) roofline(m *Model, s stepShape) (t stepTimes) {
+	for i, x := range m.work(s) {
+		seconds, bound := h.seconds(i, x)
+		t[i] = Phase{Name: phaseNames[i], Bytes: x.bytes, Flops: x.flops, Seconds: seconds, Bound: bound}
 	}
 	return t
 }
 
-// phases lists the phases of the work, and the bound of the largest part of their time.
-func (h *Hardware) phases(x *work) ([]Phase, Bound) {
+// times is the time of a step: by what was measured of the GPU's kernels, otherwise the roofline.
+func (h *Hardware) times(m *Model, s stepShape) stepTimes {
+	t := h.roofline(m, s)
+	if h.Compute == nil {
+		return t
+	}
+	for i := range t {
+		t[i].Seconds = 0
+	}
+	for _, x := range m.terms(&s) {
+		t[x.phase].Seconds += x.Times * h.Compute.value(x.Cost, x.At)
+	}
+	t[phaseFixed].Bound = BoundOverhead
+	return t
+}
+
+// total is the time of all phases, in seconds.
+func (t *stepTimes) total() float64 {
+	sum := 0.0
+	for i := range t {
+		sum += t[i].Seconds
+	}
+	return sum
+}
+
+// list is the phases that take time, and the bound of the largest part of it.
+func (t *stepTimes) list() ([]Phase, Bound) {
 	list := make([]Phase, 0, phaseCount)
 	by := map[Bound]float64{}
-	for i := range x {
-		if x[i].bytes == 0 && x[i].flops == 0 {
+	for _, x := range t {
+		if x.Seconds == 0 {
 			continue
 		}
-		s, b := h.seconds(i, x[i])
-		list = append(list, Phase{Name: phaseNames[i], Bytes: x[i].bytes, Flops: x[i].flops, Seconds: s, Bound: b})
-		by[b] += s
+		list = append(list, x)
+		by[x.Bound] += x.Seconds
 	}
 	main := BoundGPUMemory
-	for _, b := range []Bound{BoundGPUCompute, BoundAttention} {
+	for _, b := range []Bound{BoundGPUCompute, BoundAttention, BoundOverhead} {
 		if by[b] > by[main] {
 			main = b
 		}
@@ -228,13 +262,13 @@ func Rooflines(m Model, h Hardware, c RooflineCase) Roofline {
 	groups := float64(max(c.Groups, 1))
 	n := float64(c.Batch)
 	seen := m.seen(c.Context)
-	x := m.work(stepShape{
+	t := h.roofline(&m, stepShape{
 		tokens: n, logits: n, pairs: n * seen, kvTokens: n * seen, context: c.Context + 1,
 		projections: groups, experts: groups,
 	})
 	var r Roofline
-	r.Phases, _ = h.phases(&x)
-	r.Compute = h.total(&x)
+	r.Phases, _ = t.list()
+	r.Compute = t.total()
 	if c.Fraction > 0 {
 		r.Copies = c.Fraction * float64(m.MoELayers()) * m.Distinct(n) * float64(m.ExpertBytes()) / c.Rate
 	}

@@ -25,9 +25,24 @@ type Problem struct {
 	// OnDemand, and that lie in host memory alone, that the CPU computes there; negative: as many as
 	// let CPU and host link end together. Default: 0, all are fetched.
 	CPUExperts float64
+	// InPlaceTokens is the maximum of tokens of a decode step whose kernels may read offloaded experts
+	// where they lie, in place of copies; 0: none. AlwaysInPlace: all these steps do, and not only those
+	// that are faster so.
+	InPlaceTokens int
+	AlwaysInPlace bool
+	// Routing is what is known of which experts steps use. Default: every expert is as likely as another.
+	Routing Routing
 	// HostBatch and PeerBatch are how many experts from the host, and from a peer, are copied by
 	// one operation of the device, which has one latency. Default: 1.
 	HostBatch, PeerBatch int
+}
+
+// Routing of steps that were measured; 0: unknown.
+type Routing struct {
+	// Decode and Prefill are the experts of a layer that have rows in a step, means over layers.
+	Decode, Prefill float64
+	// Fetched is the bytes of offloaded experts that a decode step copies, or reads in place.
+	Fetched float64
 }
 
 // normalized checks the problem and fills in its defaults.
@@ -111,15 +126,15 @@ func (p Problem) Predict(policy Policy) (Prediction, error) {
 }
 
 func (p *Problem) predict(x Policy) Prediction {
-	decodeWork, prefillWork := p.decodeWork(&x), p.prefillWork(&x)
+	decode, prefill := p.decodeTimes(&x), p.prefillTimes(&x)
 	r := Prediction{Policy: x, Memory: p.memory(&x), PrefillSteps: p.prefillSteps(&x)}
-	r.Decode = p.decode(&x, p.Hardware.total(&decodeWork))
-	r.Prefill = p.prefill(&x, p.Hardware.total(&prefillWork))
+	r.Decode = p.decode(&x, &decode)
+	r.Prefill = p.prefill(&x, prefill.total())
 	for _, s := range []struct {
-		step *Step
-		work *work
-	}{{&r.Decode, &decodeWork}, {&r.Prefill, &prefillWork}} {
-		phases, bound := p.Hardware.phases(s.work)
+		step  *Step
+		times *stepTimes
+	}{{&r.Decode, &decode}, {&r.Prefill, &prefill}} {
+		phases, bound := s.times.list()
 		s.step.Phases = phases
 		if s.step.Bound == BoundGPUCompute {
 			s.step.Bound = bound
@@ -148,21 +163,43 @@ func (p *Policy) groups() (projections, experts, inFlight int) {
 	return n, 1, 1
 }
 
-func (p *Problem) decodeWork(x *Policy) work {
+// decodeTimes are the times of the GPU in a decode step. It is a CUDA graph where nothing is fetched.
+func (p *Problem) decodeTimes(x *Policy) stepTimes {
+	t := p.decodeShape(x, x.ResidentExperts < p.Model.ExpertCount() || x.Attention == configs.OnCPU || x.Grouping == configs.PerMicroBatch)
+	if !x.OnDemand {
+		p.addCopies(&t, x)
+	}
+	return t
+}
+
+// addCopies adds the time that copies of offloaded experts take of the GPU's memory in a step, where what
+// the GPU takes was measured without copies.
+func (p *Problem) addCopies(t *stepTimes, x *Policy) {
+	if bytes := float64(p.Model.ExpertCount()-x.ResidentExperts) * float64(p.Sizes.Expert); bytes > 0 && p.Hardware.Compute != nil {
+		t[phaseCopies] = Phase{Name: phaseNames[phaseCopies], Bytes: bytes, Seconds: bytes / p.Hardware.GPUMemoryRate, Bound: BoundGPUMemory}
+	}
+}
+
+func (p *Problem) decodeShape(x *Policy, enqueued bool) stepTimes {
 	n, seen := float64(x.Batch), p.Model.seen(p.Workload.Context())
 	projections, experts, _ := x.groups()
-	return p.Model.work(stepShape{
-		tokens: n, logits: n, pairs: n * seen, kvTokens: n * seen, context: p.Workload.Context() + 1,
-		projections: float64(projections), experts: float64(experts), hostAttention: x.Attention == configs.OnCPU,
+	return p.Hardware.times(&p.Model, stepShape{
+		tokens: n, logits: n, pairs: n * seen, kvTokens: n * seen, context: p.Workload.Context() + 1, sequences: n / float64(projections), prompt: 1,
+		projections: float64(projections), experts: float64(experts), hostAttention: x.Attention == configs.OnCPU, enqueued: enqueued,
+		touched: p.Routing.Decode,
 	})
 }
 
-// decode is a decode step whose phases on the GPU take gpu seconds in total.
-func (p *Problem) decode(x *Policy, gpu float64) Step {
+// mispredicted is the share of the experts that a router selects by which copies on demand are more:
+// those that were predicted and are not selected. See pipeline.AccessModel.
+const mispredicted = 0.08
+
+// decode is a decode step whose phases on the GPU take these times.
+func (p *Problem) decode(x *Policy, gpu *stepTimes) Step {
 	m, h := &p.Model, &p.Hardware
 	n, seen := float64(x.Batch), m.seen(p.Workload.Context())
 	kv := float64(m.KVBytesPerToken())
-	s, cpu := Step{GPU: gpu}, BoundCPUMemory
+	s, cpu := Step{GPU: gpu.total()}, BoundCPUMemory
 	var h2d, d2h float64 // bytes
 	if x.Attention == configs.OnCPU {
 		d2h, h2d, cpu = p.cpuAttention(&s, x, n, n*seen, n*seen)
@@ -176,7 +213,10 @@ func (p *Problem) decode(x *Policy, gpu float64) Step {
 	}
 	share := 1.0
 	if x.OnDemand {
-		share = m.Distinct(n) / float64(m.Experts)
+		share = p.missing(x)
+		if h.Compute != nil && p.Routing.Fetched == 0 && p.CPUExperts == 0 {
+			share *= 1 + mispredicted
+		}
 	}
 	host, peer := p.fetch(x, share)
 	computing := 0.0
@@ -190,7 +230,53 @@ func (p *Problem) decode(x *Policy, gpu float64) Step {
 	s.PeerLink += peer
 	s.finish(cpu)
 	s.CPU += computing // beside the fetches, which have been counted with it
+	if t, ok := p.inPlace(x, gpu); ok && (p.AlwaysInPlace || t.Seconds < s.Seconds) {
+		return t
+	}
 	return s
+}
+
+// missing is the share of the offloaded experts that a decode step uses.
+func (p *Problem) missing(x *Policy) float64 {
+	if offloaded := p.Model.ExpertCount() - x.ResidentExperts; p.Routing.Fetched > 0 && offloaded > 0 {
+		return p.Routing.Fetched / (float64(offloaded) * float64(p.Sizes.Expert))
+	}
+	return p.Model.Distinct(float64(x.Batch)) / float64(p.Model.Experts)
+}
+
+// maxHeld is the most time for which a step reads peers' memory in place, in seconds, unless it is told
+// to: see pipeline.
+const maxHeld = 0.05
+
+// inPlace is a decode step that reads offloaded experts where they lie, if there can be one. gpu is
+// its time with copies.
+func (p *Problem) inPlace(x *Policy, gpu *stepTimes) (Step, bool) {
+	m, h := &p.Model, &p.Hardware
+	offloaded := m.ExpertCount() - x.ResidentExperts
+	if x.Batch > p.InPlaceTokens || offloaded == 0 || h.HostReadRate == 0 || x.Attention != configs.OnGPU || gpu.total() == 0 {
+		return Step{}, false
+	}
+	peers, peerRate := x.PeerExperts, h.PeerReadRate
+	if peerRate == 0 {
+		peers, peerRate = 0, 1
+	}
+	share := p.missing(x) * float64(p.Sizes.Expert)
+	host, peer := share*float64(offloaded-peers)/h.HostReadRate, share*float64(peers)/peerRate
+	if peers > 0 && max(host, peer) > maxHeld && !p.AlwaysInPlace {
+		return Step{}, false
+	}
+	t := p.decodeShape(x, false)
+	// Weights that are read over a link are not read from the GPU's memory.
+	resident := float64(x.ResidentExperts) / float64(m.ExpertCount())
+	for _, i := range []int{phaseUp, phaseDown} {
+		t[i].Seconds *= resident
+	}
+	s := Step{GPU: t.total(), HostLink: host, PeerLink: peer, Bound: BoundHostLink}
+	if peer > host {
+		s.Bound = BoundPeerLink
+	}
+	s.Seconds = s.GPU + max(host, peer)
+	return s, true
 }
 
 // cpuExperts is the time of the experts of a step of n tokens that the CPU computes, and that of the
@@ -285,14 +371,15 @@ func (p *Problem) prefillSteps(x *Policy) int {
 	return (x.Batch*p.Workload.PromptTokens + x.PrefillTokens - 1) / x.PrefillTokens
 }
 
-func (p *Problem) prefillWork(x *Policy) work {
+func (p *Problem) prefillTimes(x *Policy) stepTimes {
 	n, tokens, pairs := p.prefillTokens(x)
 	each := float64(x.MicroBatch)
 	if !p.PromptsAlike || x.MicroBatch == x.Batch {
 		each *= float64(p.Workload.PromptTokens)
 	}
 	projections := math.Ceil(tokens / each)
-	shape := stepShape{tokens: tokens, logits: n, pairs: pairs, kvTokens: tokens, context: float64(p.Workload.PromptTokens), projections: projections, experts: 1}
+	shape := stepShape{tokens: tokens, logits: n, pairs: pairs, kvTokens: tokens, context: float64(p.Workload.PromptTokens), projections: projections, experts: 1,
+		sequences: n, prompt: float64(p.Workload.PromptTokens), enqueued: true, touched: p.Routing.Prefill}
 	if x.Grouping == configs.PerMicroBatch {
 		shape.experts = projections
 	}
@@ -303,7 +390,9 @@ func (p *Problem) prefillWork(x *Policy) work {
 			shape.experts, shape.projections = halves, max(halves, projections)
 		}
 	}
-	return p.Model.work(shape)
+	t := p.Hardware.times(&p.Model, shape)
+	p.addCopies(&t, x)
+	return t
 }
 
 // prefillTokens is the number of sequences and of tokens of a prefill step, and of pairs
@@ -311,13 +400,7 @@ func (p *Problem) prefillWork(x *Policy) work {
 func (p *Problem) prefillTokens(x *Policy) (sequences, tokens, pairs float64) {
 	prompt := float64(p.Workload.PromptTokens)
 	sequences = float64(x.Batch) / float64(p.prefillSteps(x))
-	// A query sees its own token and those before it: prompt/2 on average, and no
-	// more than the window.
-	each := prompt * (prompt + 1) / 2
-	if w := float64(p.Model.Window); w > 0 && prompt > w {
-		each = w*(w+1)/2 + (prompt-w)*w
-	}
-	return sequences, sequences * prompt, sequences * each
+	return sequences, sequences * prompt, sequences * p.Model.pairs(prompt)
 }
 
 // prefill is one prefill step whose phases on the GPU take gpu seconds in total: all
@@ -402,15 +485,22 @@ func (p Problem) SaturationPoint(policy Policy, tier configs.Tier) (float64, err
 	if err != nil {
 		return 0, err
 	}
-	w := n.decodeWork(&x)
-	none := n.decode(&x, n.Hardware.total(&w))
+	// What the GPU takes with the first offloaded expert, and how much more with all: copies take a
+	// part of its memory's rate.
+	first := n.decodeShape(&x, true)
+	none := n.decode(&x, &first)
 	x.ResidentExperts = 0
 	x.PeerExperts = n.split(&x, tier)
-	all := n.decode(&x, none.GPU)
+	every := n.decodeTimes(&x)
+	more := 0.0
+	if none.Seconds == none.GPU {
+		more = every.total() - first.total()
+	}
+	all := n.decode(&x, &stepTimes{})
 	point := math.Inf(1)
 	for _, l := range [][2]float64{{none.HostLink, all.HostLink}, {none.PeerLink, all.PeerLink}} {
-		if l[1] > l[0] {
-			point = min(point, (none.Seconds-l[0])/(l[1]-l[0]))
+		if l[1]-l[0] > more {
+			point = min(point, (none.Seconds-l[0])/(l[1]-l[0]-more))
 		}
 	}
 	return point, nil
@@ -435,7 +525,7 @@ func (p *Problem) split(x *Policy, tier configs.Tier) int {
 	}
 	y := *x
 	y.ResidentExperts, y.PeerExperts = p.Model.ExpertCount(), 0
-	base := p.decode(&y, 0)
+	base := p.decode(&y, &stepTimes{})
 	fromHost, fromPeer, relayed := p.expertSeconds(x)
 	// peers * fromPeer + (missing - peers) * relayed = (missing - peers) * fromHost,
 	// with the other traffic of the links on either side.

@@ -248,6 +248,9 @@ var (
 func TestPredictIsMonotone(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		p := problem(t, rapid.SampledFrom(modelNames).Draw(rt, "model"), rapid.SampledFrom(hardwareNames).Draw(rt, "hardware"))
+		if rapid.Bool().Draw(rt, "calibrated") {
+			p.Hardware.Compute = calibrated(t, "h200").Compute
+		}
 		x := drawPolicy(rt, p)
 		was := predict(t, p, x)
 		for _, s := range []Step{was.Decode, was.Prefill} {

@@ -509,8 +509,8 @@ func (s *search) try(batch int) {
 
 // compare keeps a policy with each way of fetching its experts.
 func (s *search) compare(x Policy) {
-	decodeWork, prefillWork := s.decodeWork(&x), s.prefillWork(&x)
-	gpuDecode, gpuPrefill := s.Hardware.total(&decodeWork), s.Hardware.total(&prefillWork)
+	gpuDecode, prefillTimes := s.decodeTimes(&x), s.prefillTimes(&x)
+	gpuPrefill := prefillTimes.total()
 	steps, n := float64(s.prefillSteps(&x)), float64(s.Workload.NewTokens)
 	onDemand := x.Attention == configs.OnGPU && x.ResidentExperts < s.Model.ExpertCount() &&
 		s.Model.Distinct(float64(x.Batch)) < 0.999*float64(s.Model.Experts)
@@ -526,7 +526,11 @@ func (s *search) compare(x Policy) {
 				break
 			}
 			s.evaluations++
-			step := s.decode(&x, gpuDecode)
+			gpu := gpuDecode
+			if x.OnDemand {
+				gpu[phaseCopies] = Phase{}
+			}
+			step := s.decode(&x, &gpu)
 			linked = linked || step.Bound != BoundGPUCompute
 			rate := float64(x.Batch) * n / (steps*prefill.Seconds + (n-1)*step.Seconds)
 			s.keep(x, rate, steps*prefill.Seconds, step.Seconds)

@@ -30,7 +30,7 @@ func newBench(s *streams) *cobra.Command {
 		Args:  commandName,
 		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
-	cmd.AddCommand(newBenchThroughput(s), newBenchSweep(s), newBenchFigure(s), newBenchHarvest(s), newBenchServe(s), newBenchTransfer(s), newBenchMultipath(s), newBenchKV(s), newBenchPrefix(s), newBenchFairness(s), newBenchSleep(s))
+	cmd.AddCommand(newBenchThroughput(s), newBenchSweep(s), newBenchFigure(s), newBenchHarvest(s), newBenchServe(s), newBenchTransfer(s), newBenchMultipath(s), newBenchKV(s), newBenchKernels(s), newBenchPredict(s), newBenchPrefix(s), newBenchFairness(s), newBenchSleep(s))
 	return cmd
 }
 

@@ -51,7 +51,7 @@ func TestHelp(t *testing.T) {
 
 // Help shows each setting that is not rare, complete help each one.
 func TestHelpHasSettings(t *testing.T) {
-	for _, command := range []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench figure", "bench harvest", "bench transfer", "bench multipath", "bench kv", "bench prefix", "bench fairness", "bench sleep", "config"} {
+	for _, command := range []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench figure", "bench harvest", "bench transfer", "bench multipath", "bench kv", "bench kernels", "bench prefix", "bench fairness", "bench sleep", "config"} {
 		help, _, _ := invoke(t, nil, append(strings.Fields(command), "--help")...)
 		all, _, _ := invoke(t, nil, append(strings.Fields(command), "--help-all")...)
 		for _, k := range configs.For(command) {

@@ -23,6 +23,7 @@ var asMarshaled = map[string]string{
 	"harvest.State":        "stateJSON",
 	"experts.ByTier":       "object: a number for each tier",
 	"experts.FetchedBytes": "object: a number for `peer` and one for `host`",
+	"planner.Curve":        "array of pairs of numbers",
 	"time.Duration":        "integer",
 	"time.Time":            "string, RFC 3339",
 	"json.RawMessage":      "any",

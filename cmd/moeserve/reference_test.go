@@ -277,6 +277,8 @@ func TestReferenceJSON(t *testing.T) {
 		{"transfer", "bench transfer --json", "One object for a measurement of copies; `bench figure 3` writes the same.", "cmd/moeserve", "transferResult"},
 		{"multipath", "bench multipath --json, bench transfer --links --json", "One object for a measurement of copies over several links, with a field for each part.", "eval/multipath", "Result"},
 		{"kv", "bench kv --json", "One object for a measurement of loads of KV blocks, or with `--copy-method` of copies by block size.", "eval/kv", "Result"},
+		{"kernels", "bench kernels --json", "One object for a measurement of what the engine reaches on a GPU.", "eval/compute", "Result"},
+		{"predict", "bench predict --json", "One object for measured steps beside their predictions.", "eval", "Predictions"},
 		{"prefix", "bench prefix --json", "One object for a measurement of what a prompt's KV cache is worth.", "eval/prefix", "Result"},
 		{"fairness", "bench fairness --json", "One object for a measurement of scheduling policies.", "eval/fairness", "Result"},
 		{"sleep", "bench sleep --json", "One object for a measurement of sleep and wake.", "eval/sleep", "Result"},
@@ -285,7 +287,7 @@ func TestReferenceJSON(t *testing.T) {
 		{"residency", "/debug/residency", "`GET /debug/residency` of a server: where every expert is now, what is borrowed of each peer, and where KV blocks are. `GET /debug/kv` has the object `kv` alone.", "node/observe", "Residency"},
 		{"turns", "/debug/turns", "`GET /debug/turns` of a server with several models: which is awake, and what waits for each.", "node/turns", "State"},
 		{"events", "/debug/events", "`GET /debug/events` of a server streams one object for each allocation, revocation and move (server-sent events). Fields that say nothing of an event are absent.", "node/observe", "Event"},
-		{"hardware", "Hardware file", "`--hardware FILE` reads it, `bench transfer --calibrate FILE` and `bench kv --calibrate FILE` write it. `\"base\": \"PROFILE\"` takes what is absent from a [profile](presets.md#hardware).", "planner", "Hardware"},
+		{"hardware", "Hardware file", "`--hardware FILE` reads it, `bench transfer --calibrate FILE`, `bench kernels --calibrate FILE` and `bench kv --calibrate FILE` write it. `\"base\": \"PROFILE\"` takes what is absent from a [profile](presets.md#hardware).", "planner", "Hardware"},
 		{"policy", "Policy file", "`--policy FILE` reads an object with these fields, or one that has it as `policy`, as `plan --json` writes. `batch` and `resident_experts` are required.", "planner", "Policy"},
 	} {
 		fmt.Fprintf(&b, "\n## %s\n\n%s\n\n%s", x.title, x.intro, fieldTable(t, r, x.page, x.dir, x.name, used))

@@ -37,6 +37,11 @@ func (b *Node) Info() eval.Info {
 		Grouping: s.Batch.Grouping, Attention: s.Batch.Attention, MicroBatches: s.Batch.NumMicroBatches,
 		HostPaths: 1 + len(i.Relays), Shape: i.Shape, Sizes: i.Sizes,
 	}
+	access := s.Batch.ExpertAccess
+	if access == configs.AutoAccess && c.Emulated {
+		access = configs.CopyAccess // emulated devices' kernels take no time for links
+	}
+	info.Complete = func(p *planner.Problem) { planning.Fetches(p, i.Sizes.Expert, access) }
 	if s.Batch.MicroBatchSize > 0 {
 		info.MicroBatchTokens = s.Batch.MicroBatchSize
 	}

@@ -79,6 +79,11 @@ func (m Machine) Assume() planner.Hardware {
 	for _, key := range rateKeys {
 		h.Sources[key] = from
 	}
+	if !m.Real {
+		h.Compute = nil // of the profile's GPU, and emulated devices have their own rates
+	} else if h.Compute != nil {
+		h.Sources["compute"] = from
+	}
 	take := func(key string, to *float64, rate float64) {
 		if rate > 0 {
 			*to, h.Sources[key] = rate, thisMachine

@@ -11,6 +11,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/node/sizing"
+	"github.com/moeserve/moeserve/pipeline"
 	"github.com/moeserve/moeserve/planner"
 	"github.com/moeserve/moeserve/transfer"
 	"github.com/moeserve/moeserve/untrusted"
@@ -157,14 +158,48 @@ func New(f *sizing.Footprint, o Options) (*Problem, error) {
 	if p.CPUExperts = choice.Fraction; choice.Auto {
 		p.CPUExperts = -1
 	}
-	p.HostBatch = transfer.PerBatch(h.HostToGPU[0], f.ExpertBytes())
+	Fetches(&p.Problem, f.ExpertBytes(), s.Batch.ExpertAccess)
+	return p, nil
+}
+
+// Fetches sets how the engine gets at offloaded experts of a size, in bytes, over the links of the
+// problem's hardware.
+func Fetches(p *planner.Problem, expertBytes int64, access configs.ExpertAccess) {
+	h := &p.Hardware
+	p.HostBatch = transfer.PerBatch(h.HostToGPU[0], expertBytes)
 	if h.PeerToGPU > 0 {
-		p.PeerBatch = transfer.PerBatch(h.PeerToGPU, f.ExpertBytes())
+		p.PeerBatch = transfer.PerBatch(h.PeerToGPU, expertBytes)
 		// The store splits a layer's misses, taken as half of its experts, where the host's
 		// part is large enough.
-		p.BothLinks = transfer.Splits(f.ExpertBytes()*int64((p.Model.Experts+1)/2), h.HostToGPU[0], h.PeerToGPU)
+		p.BothLinks = transfer.Splits(expertBytes*int64((p.Model.Experts+1)/2), h.HostToGPU[0], h.PeerToGPU)
 	}
-	return p, nil
+	if access != configs.CopyAccess && p.CPUExperts == 0 {
+		p.InPlaceTokens, p.AlwaysInPlace = pipeline.MaxInPlaceTokens, access == configs.DirectAccess
+	}
+}
+
+// Static predicts a static batch as bench throughput runs it: prompts in steps of so many tokens, and
+// experts once a layer. The fraction and tier of offloaded experts, and where attention runs, are the settings'.
+// What does not fit is predicted all the same.
+func (p *Problem) Static(batch, stepTokens int) (planner.Prediction, error) {
+	choice, err := p.options.Settings.Batch.ParseCPUExperts()
+	if err != nil {
+		return planner.Prediction{}, err
+	}
+	x := planner.Policy{Batch: batch, PrefillTokens: stepTokens, Attention: p.batch.Attention, Grouping: p.batch.Grouping}
+	if x.Attention == configs.AnyPlace {
+		x.Attention = configs.OnGPU
+	}
+	x.OnDemand = p.offload.Fraction > 0 && batch <= pipeline.OnDemandTokens(p.Model.Experts, p.Model.TopK, choice.On())
+	if x, err = p.Offload(x, p.offload.Fraction, p.offload.Tier); err != nil {
+		return planner.Prediction{}, err
+	}
+	r, err := p.Predict(x)
+	var misfit *planner.MisfitError
+	if errors.As(err, &misfit) {
+		err = nil
+	}
+	return r, err
 }
 
 // Pin plans with a placement of experts, in place of a fraction spread evenly.
