@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/experts"
@@ -16,7 +17,7 @@ import (
 
 // cpuExperts computes experts on the host, where they lie in its memory. In each layer of an
 // OnDemand step the compute stream copies the router's input to pinned memory, before the router's
-// selection. The host, which waits for the selection, enqueues the GEMMs of its experts on a host
+// selection. The host, which waits for the selection, enqueues its experts on a host
 // stream. The compute stream waits for them when the experts that were fetched instead have run,
 // copies their outputs to the rows where the device's experts write theirs, and combines all.
 //
@@ -43,9 +44,13 @@ type cpuExperts struct {
 	pairs []int
 	// Scratch space of await.
 	dst, src []device.Range
-	up       kernels.ExpertUp
-	down     kernels.ExpertDown
+	ffn      kernels.ExpertFFN
 }
+
+// CPUExpertSpin is how long threads that compute experts poll for those of the next layer before they
+// sleep: longer than attention of a layer takes, and what is between two steps. Waking them would take
+// as long as some experts of small models.
+const CPUExpertSpin = 2 * time.Millisecond
 
 // cpuExpertRows is the mean number of rows of experts up to which the host takes part: so few rows
 // take the time of reading weights,
@@ -55,7 +60,6 @@ const cpuExpertRows = 4
 // cpuBuffers are the tensors in pinned memory, for N tokens.
 type cpuBuffers struct {
 	input  kernels.Tensor // [N, H]
-	gateUp kernels.Tensor // [N*K, I]
 	output kernels.Tensor // [N*K, H]
 
 	offsets kernels.Tensor // [E+1] I32
@@ -73,7 +77,7 @@ func newCPUBuffers(c *models.Config, act kernels.DType, tokens int, base device.
 		return x
 	}
 	pairs := tokens * c.TopK
-	b.input, b.gateUp, b.output = place(act, tokens, c.Hidden), place(act, pairs, c.ExpertWidth), place(act, pairs, c.Hidden)
+	b.input, b.output = place(act, tokens, c.Hidden), place(act, pairs, c.Hidden)
 	b.offsets, b.order = place(kernels.I32, c.Experts+1), place(kernels.I32, pairs)
 	b.slots, b.list = place(kernels.U64, c.Experts), place(kernels.I32, c.Experts)
 	return b
@@ -87,7 +91,7 @@ func newCPUExperts(o *Options) (h *cpuExperts, err error) {
 		return h, err
 	}
 	h.buffers = newCPUBuffers(c, act, o.onDemandTokens(c, o.Limits), h.memory.Range(0, bytes).Addr)
-	s, err := o.Machine.NewStream(device.Host, device.StreamOptions{Name: "experts"})
+	s, err := o.Machine.NewStream(device.Host, device.StreamOptions{Name: "experts", Spin: CPUExpertSpin})
 	if err != nil {
 		return h, err
 	}
@@ -127,20 +131,16 @@ func (h *cpuExperts) enqueue(ids []int32, list []experts.HostExpert) error {
 	h.writeTables(ids, list)
 	h.value++
 	b, n := &h.buffers, len(ids)
-	h.up.ExpertGEMM = kernels.ExpertGEMM{
+	h.ffn.ExpertGEMM = kernels.ExpertGEMM{
 		X: b.input.Slice(0, n/h.topK), Offsets: b.offsets, Order: b.order.Slice(0, n), Slots: b.slots, Experts: b.list.Slice(0, len(list)),
-		Layout: h.layout, Out: b.gateUp.Slice(0, n),
+		Layout: h.layout, Out: b.output.Slice(0, n),
 	}
-	h.down.ExpertGEMM = h.up.ExpertGEMM
-	h.down.X, h.down.Out = h.up.Out, b.output.Slice(0, n)
 	if err := h.host.Record(h.begun); err != nil {
 		return err
 	}
-	for _, op := range [...]kernels.Op{&h.up, &h.down} {
-		h.tracer.hostWork(h.host, "")
-		if err := h.backend.Enqueue(h.host, op); err != nil {
-			return err
-		}
+	h.tracer.hostWork(h.host, "")
+	if err := h.backend.Enqueue(h.host, &h.ffn); err != nil {
+		return err
 	}
 	if err := h.host.Record(h.ended); err != nil {
 		return err

@@ -8,7 +8,6 @@ import (
 	"runtime"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
@@ -20,6 +19,7 @@ import (
 	"github.com/moeserve/moeserve/kernels/cpu"
 	"github.com/moeserve/moeserve/node/fault"
 	"github.com/moeserve/moeserve/node/sizing"
+	"github.com/moeserve/moeserve/pipeline"
 )
 
 // errNoCUDA: this binary or this machine has no usable GPU. An error that wraps it says what to
@@ -210,9 +210,6 @@ func (d *Devices) Host() kernels.Backend {
 	return d.host
 }
 
-// cpuSpin is longer than the time between the experts of two layers of small models.
-const cpuSpin = 300 * time.Microsecond
-
 // CPUExperts returns a backend for experts on the CPU and the number of its threads. Beside a GPU it
 // leaves some of the machine's cores to the threads that feed the GPU.
 func (d *Devices) CPUExperts() (_ kernels.Backend, threads int) {
@@ -222,7 +219,7 @@ func (d *Devices) CPUExperts() (_ kernels.Backend, threads int) {
 	}
 	threads = max(1, threads-max(1, threads/8))
 	if d.experts == nil {
-		d.experts = cpu.New(cpu.Options{Threads: threads, Spin: cpuSpin})
+		d.experts = cpu.New(cpu.Options{Threads: threads, Spin: pipeline.CPUExpertSpin})
 		d.closers = append(d.closers, d.experts.Close)
 	}
 	return d.experts, threads
