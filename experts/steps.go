@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels"
@@ -31,6 +32,7 @@ type steps struct {
 	lent     func(LentInfo)
 	closed   bool
 	cpu      cpuWork
+	now      func() time.Duration // of the machine
 
 	// number of the latest step.
 	number  uint64
@@ -63,6 +65,7 @@ func newSteps(mu *sync.Mutex, p *Plan, pl *places, f *fetcher, t *tables, x *inP
 		mu: mu, plan: p, position: map[int]int{}, places: pl, fetch: f, tables: t, inPlace: x, counts: c,
 		log: o.Log, swapped: o.Events.Swapped, lent: o.Events.Lent, open: -1, layers: make([]layer, len(p.Layers)),
 	}
+	s.now = o.Machine.Now
 	s.cpu.share, s.cpu.rows = o.CPU, make([]int, p.Experts)
 	for i, number := range p.Layers {
 		s.position[number] = i
@@ -236,6 +239,7 @@ func (s *steps) fetchChosen(ctx context.Context, position int, chosen []int32) (
 	if err := s.fetchAll(position, missing, waves); err != nil {
 		return Use{}, err
 	}
+	s.awaitLink(position, missing)
 	if err := s.updateRow(ctx, position); err != nil {
 		return Use{}, err
 	}
@@ -418,6 +422,11 @@ func (s *steps) reset(ctx context.Context) error {
 		clear(l.predicted)
 		s.listAll(i)
 	}
+	for _, c := range s.cpu.copies {
+		s.fetch.unref(c)
+	}
+	clear(s.cpu.copies)
+	s.cpu.copies = s.cpu.copies[:0]
 	s.tables.reset()
 	if s.inPlace.running && s.inPlace.usesPeers {
 		s.fetch.peerBackoff = max(s.fetch.peerBackoff, 1) // the peers' memory may have been the cause

@@ -36,10 +36,12 @@ type cpuExperts struct {
 	// computed is signaled after each layer's experts, with a value one higher.
 	computed device.Fence
 	value    uint32
-	// begun and ended are recorded around the latest layer's experts; rows are those of each, none
-	// once their time has been read.
-	begun, ended device.Event
-	rows         []int
+	// ended is recorded behind the latest layer's experts; rows are those of each, none once their time
+	// has been read.
+	// decided is when the share had divided that layer.
+	ended   device.Event
+	rows    []int
+	decided time.Duration
 	// pairs are the (token, k) pairs of the layer's experts on the host.
 	pairs []int
 	// Scratch space of await.
@@ -99,10 +101,8 @@ func newCPUExperts(o *Options) (h *cpuExperts, err error) {
 	if h.host, ok = s.(device.Executor); !ok {
 		return h, errors.Join(errors.New("host streams of this machine cannot run Go functions"), s.Close())
 	}
-	for _, ev := range []*device.Event{&h.begun, &h.ended} {
-		if *ev, err = o.Machine.NewEvent(); err != nil {
-			return h, err
-		}
+	if h.ended, err = o.Machine.NewEvent(); err != nil {
+		return h, err
 	}
 	if h.computed, err = o.Machine.NewFence("experts on the CPU computed"); err == nil {
 		h.value = h.computed.Value()
@@ -129,14 +129,12 @@ func (h *cpuExperts) enqueue(ids []int32, list []experts.HostExpert) error {
 		return nil
 	}
 	h.writeTables(ids, list)
+	h.decided = h.share.Decided()
 	h.value++
 	b, n := &h.buffers, len(ids)
 	h.ffn.ExpertGEMM = kernels.ExpertGEMM{
 		X: b.input.Slice(0, n/h.topK), Offsets: b.offsets, Order: b.order.Slice(0, n), Slots: b.slots, Experts: b.list.Slice(0, len(list)),
 		Layout: h.layout, Out: b.output.Slice(0, n),
-	}
-	if err := h.host.Record(h.begun); err != nil {
-		return err
 	}
 	h.tracer.hostWork(h.host, "")
 	if err := h.backend.Enqueue(h.host, &h.ffn); err != nil {
@@ -225,14 +223,13 @@ func copyAll(s device.Stream, dst, src []device.Range) error {
 	return nil
 }
 
-// measure passes the time of the latest layer's experts, which are done, to the share.
+// measure tells the share when the latest layer's experts were computed, which they are.
 func (h *cpuExperts) measure() {
 	if len(h.rows) == 0 {
 		return
 	}
-	from, err := h.begun.Time()
-	if to, e := h.ended.Time(); err == nil && e == nil {
-		h.share.Measured(&h.layout, h.rows, to-from)
+	if ended, err := h.ended.Time(); err == nil {
+		h.share.Computed(&h.layout, h.rows, ended-h.decided)
 	}
 	h.rows = h.rows[:0]
 }
@@ -256,10 +253,8 @@ func (h *cpuExperts) close() error {
 	if h.host != nil {
 		errs = append(errs, h.host.Close())
 	}
-	for _, ev := range []device.Event{h.begun, h.ended} {
-		if ev != nil {
-			errs = append(errs, ev.Close())
-		}
+	if h.ended != nil {
+		errs = append(errs, h.ended.Close())
 	}
 	if h.computed != nil {
 		errs = append(errs, h.computed.Close())
