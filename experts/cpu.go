@@ -75,19 +75,35 @@ func NewCPUShare(fraction float64, assumed CPURate) *CPUShare {
 // Auto reports whether experts are divided by time.
 func (c *CPUShare) Auto() bool { return c.fraction < 0 }
 
-// Time is the present estimate of the CPU's time for experts of a layout.
-func (c *CPUShare) Time(l *kernels.ExpertLayout) CPUTime {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.time(l)
-}
-
 func (c *CPUShare) time(l *kernels.ExpertLayout) CPUTime {
 	x := c.cpu.coefficients(c.rate.time(l).terms())
 	return CPUTime{x[0], x[1], x[2]}
 }
 
 func (t CPUTime) terms() [terms]float64 { return [terms]float64{t.Layer, t.Expert, t.Row} }
+
+// MissTimes are the estimated times of a layer's experts that lie in host memory alone: on the CPU, and
+// over the link to the GPU, for the layer and for each byte, in seconds.
+type MissTimes struct {
+	CPU                 CPUTime
+	LinkStart, LinkByte float64
+}
+
+// MissTimes returns the present estimates; false: experts are not divided by time.
+func (s *Store) MissTimes() (MissTimes, bool) {
+	c := s.steps.cpu.share
+	if c == nil || !c.Auto() {
+		return MissTimes{}, false
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	link := c.measuredLink(hostLink{bytesPerSecond: c.bytesPerSecond})
+	t := MissTimes{CPU: c.time(&s.plan.Layout), LinkStart: link.start.Seconds()}
+	if link.bytesPerSecond > 0 {
+		t.LinkByte = 1 / link.bytesPerSecond
+	}
+	return t, true
+}
 
 // Decided is when the latest layer was divided by time, on the machine's clock.
 func (c *CPUShare) Decided() time.Duration {

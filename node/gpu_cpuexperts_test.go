@@ -182,6 +182,10 @@ func decodeCPUExperts(t *testing.T, n *node.Node, batch int, fraction float64, c
 		choice, fraction, batch, 1e3*median.Seconds(), float64(batch)/median.Seconds(), (after.Misses-before.Misses)/presetSteps, (after.OnCPU-before.OnCPU)/presetSteps,
 		float64(after.Fetched[experts.Host]-before.Fetched[experts.Host])/presetSteps/1e9,
 		stallMS(now, stalls, pipeline.ExpertCopy), stallMS(now, stalls, pipeline.CPUExperts), stallMS(now, stalls, pipeline.RouterSync))
+	if x, ok := n.Store().MissTimes(); ok {
+		t.Logf("a layer's experts take the CPU %.0f us, and each %.0f us, each further row %.0f us; the link %.0f us, and each GB %.2f ms",
+			1e6*x.CPU.Layer, 1e6*x.CPU.Expert, 1e6*x.CPU.Row, 1e6*x.LinkStart, 1e12*x.LinkByte)
+	}
 	return tokens, logits, median
 }
 

@@ -247,10 +247,7 @@ func benchExperts(b *testing.B, s kernels.ExpertShape, threads, rows, listed int
 	}
 	for i := 0; b.Loop(); i++ {
 		op.Slots = tables[i%groups]
-		if err := backend.Enqueue(h.stream, &op); err != nil {
-			b.Fatal(err)
-		}
-		if err := h.stream.Synchronize(b.Context()); err != nil {
+		if err := cpu.RunFFN(backend, &op); err != nil { // streams of emulated devices start late
 			b.Fatal(err)
 		}
 	}
