@@ -229,7 +229,8 @@ const (
 )
 
 // divide divides the open layer, at the time now.
-func (c *CPUShare) divide(l *kernels.ExpertLayout, link hostLink, list []candidate, now time.Duration) (onCPU int, seconds float64) {
+// head is how long the link will be free while the CPU computes.
+func (c *CPUShare) divide(l *kernels.ExpertLayout, link hostLink, list []candidate, now time.Duration) (onCPU int, head time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.decided = now
@@ -239,7 +240,11 @@ func (c *CPUShare) divide(l *kernels.ExpertLayout, link hostLink, list []candida
 		c.layers++
 		onCPU = c.explore(l.Size, t, link, list, onCPU)
 	}
-	return onCPU, t.longer(l.Size, link, list, onCPU)
+	if link.bytesPerSecond <= 0 {
+		return onCPU, 0
+	}
+	free := t.longer(l.Size, link, list, onCPU) - link.seconds(list[onCPU:])
+	return onCPU, time.Duration(free * float64(time.Second))
 }
 
 // predict divides the experts that are predicted for the next layer.
@@ -339,20 +344,14 @@ func (s *steps) chooseCPU(position int, marked []bool, predicted bool) {
 	n := int(math.Round(w.share.fraction * float64(len(w.list))))
 	if w.share.Auto() {
 		link := hostLink{bytesPerSecond: s.fetch.links.Rate(device.Host)}
-		switch {
-		case predicted:
-			link.head = w.head
+		if predicted {
+			link.head = w.head // for the next layer's experts, behind this one's
 			n = w.share.predict(&s.plan.Layout, link, w.list)
-		default:
+		} else {
 			if link.bytesPerSecond > 0 {
 				link.head = -time.Duration(float64(max(0, s.fetch.hostBytesLeft()-begun)) / link.bytesPerSecond * float64(time.Second))
 			}
-			var seconds float64
-			n, seconds = w.share.divide(&s.plan.Layout, link, w.list, s.now())
-			if link.bytesPerSecond > 0 {
-				// The link is free for the next layer's experts from when it has copied this one's.
-				w.head = time.Duration((seconds - link.seconds(w.list[n:])) * float64(time.Second))
-			}
+			n, w.head = w.share.divide(&s.plan.Layout, link, w.list, s.now())
 		}
 	}
 	w.list = w.list[:n]

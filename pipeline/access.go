@@ -41,6 +41,10 @@ type AccessModel struct {
 	MemoryRate float64
 	// RoundTrip is the time from a router's selection to a copy that the host has submitted.
 	RoundTrip time.Duration
+	// CPURate is the rate in bytes per second at which the CPU computes experts in host memory beside
+	// copies on demand, CPUStart what it takes to start in each layer. 0: it computes none.
+	CPURate  float64
+	CPUStart time.Duration
 }
 
 // mispredicted is the share by which copies take longer than those of the experts that are needed:
@@ -70,6 +74,14 @@ func (m *AccessModel) Predict(tokens int, onDemand bool, peers float64) (copied,
 	var copying float64
 	if onDemand {
 		copying = m.RoundTrip.Seconds() + missing/m.MemoryRate + m.copies((1+mispredicted)*missing, peers)
+		if m.CPURate > 0 { // CPU and link end together
+			host := (1 - peers) * missing
+			if link := m.copies((1+mispredicted)*host, 0); link > m.CPUStart.Seconds() {
+				computing := host / m.CPURate
+				together := link * (m.CPUStart.Seconds() + computing) / (link + computing)
+				copying = m.RoundTrip.Seconds() + missing/m.MemoryRate + max(together, m.copies(missing-host, 1))
+			}
+		}
 	} else {
 		copying = m.copies(m.Offloaded*float64(m.Experts)*float64(m.ExpertBytes), peers)
 	}
@@ -150,7 +162,8 @@ const (
 	firstProbe = 5
 	// A way is tried that takes up to so many times as long as the other by the model, and once both
 	// were measured, by these times.
-	probePredicted, probeMeasured = 2.0, 1.5
+	// With experts on the CPU, whose time is not known well before it is measured, that is more.
+	probePredicted, probeWithCPU, probeMeasured = 2.0, 4.0, 1.5
 	// The choice is by measurement from minSamples steps of both ways on; the weight of a later step
 	// is 1/maxSamples.
 	minSamples, maxSamples = 2, 8
@@ -194,6 +207,9 @@ func (c *accessChooser) measured(tokens int, peers float64) access {
 		}
 	}
 	times, limit := [...]float64{now[byCopy].Seconds(), now[inPlace].Seconds()}, probePredicted
+	if c.model.CPURate > 0 {
+		limit = probeWithCPU
+	}
 	if t.n[byCopy] >= minSamples && t.n[inPlace] >= minSamples {
 		times, limit = t.mean, probeMeasured
 	}

@@ -95,7 +95,7 @@ func TestCPUExpertsOverlap(t *testing.T) {
 func TestCPUExpertsFaults(t *testing.T) {
 	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchTokens: -1}).run()
 	for i, f := range []emulated.Fault{
-		{Kind: emulated.FailCopy, Match: fetch, Times: -1, Chance: 0.1},
+		{Kind: emulated.FailCopy, Match: fetch, Times: -1, Chance: 0.3},
 		{Kind: emulated.FailCopy, Match: own, Skip: 5, Times: 3},
 		{Kind: emulated.FailCopy, Match: own, Times: -1, Chance: 0.05},
 		{Kind: emulated.StallCopy, Match: own, Times: -1, Chance: 0.2, For: time.Millisecond},
