@@ -27,14 +27,16 @@ const (
 	// outlier is for measurements behind the first warmUp.
 	outlier = 3.0
 	warmUp  = 16
-	// assumedWeight is the weight of assumed coefficients, where a measurement's is 1.
-	assumedWeight = 0.25
 	// leastCoefficient is the least value of a coefficient, as a share of what is assumed of it.
 	leastCoefficient = 0.01
 	// leastVariance is the variance of a quantity, as a share of the square of its mean, below
 	// which measurements do not tell its part of the time from the fixed one.
 	leastVariance = 0.01
 )
+
+// assumedWeights are those of the assumed coefficients, where a measurement's weight is 1. That of rows
+// is higher: few experts have several, and the CPU gets those last.
+var assumedWeights = [terms]float64{0.25, 0.25, 2}
 
 // add adds the measurement of a time for these quantities; assumed is as in coefficients.
 func (e *estimate) add(assumed, quantities [terms]float64, seconds float64) {
@@ -111,7 +113,6 @@ func (e *estimate) coefficients(assumed [terms]float64) [terms]float64 {
 // least value.
 func (e *estimate) fit(assumed [terms]float64, known, least [terms]bool) (x [terms]float64) {
 	// Of quantities in units of their root mean squares: (products + weight) x = measured + weight * assumed.
-	weight := assumedWeight / e.count
 	var system [terms][terms + 1]float64
 	var unit [terms]float64
 	for i := range terms {
@@ -131,6 +132,7 @@ func (e *estimate) fit(assumed [terms]float64, known, least [terms]bool) (x [ter
 		for k := range terms {
 			system[i][k] = e.products[i][k] / (unit[i] * unit[k])
 		}
+		weight := assumedWeights[i] / e.count
 		system[i][i] += weight
 		system[i][terms] = e.measured[i]/unit[i] + weight*assumed[i]*unit[i]
 	}

@@ -152,6 +152,8 @@ type accessTimes struct {
 	n    [accesses]int
 	// since counts steps since the latest probe, probing those left of one.
 	since, probing int
+	// learned counts steps of experts on the CPU, whose first ones are divided by assumed times.
+	learned int
 	// predicted is what the means belong to: where it has changed, experts have moved.
 	predicted [accesses]time.Duration
 }
@@ -170,6 +172,8 @@ const (
 	// maxHold is the most time for which a step that was not told to be in place holds peers' memory
 	// by the model: half of the time in which harvest is to give it back.
 	maxHold = 50 * time.Millisecond
+	// learnSteps do not count of a number of tokens with experts on the CPU.
+	learnSteps = 6
 	// movedBy is the relative change of a prediction from which on old times do not count.
 	movedBy = 0.2
 )
@@ -235,10 +239,14 @@ func (c *accessChooser) took(d time.Duration, used int64) {
 	if c.tokens > MaxInPlaceTokens || c.repeated < probeSkip || used <= 0 {
 		return
 	}
+	t := &c.sizes[c.tokens]
+	if c.chosen == byCopy && c.model.CPURate > 0 && t.learned < learnSteps {
+		t.learned++
+		return
+	}
 	if !c.onDemand {
 		used = 1 // all experts are copied in every step
 	}
-	t := &c.sizes[c.tokens]
 	a := c.chosen
 	t.n[a] = min(t.n[a]+1, maxSamples)
 	t.mean[a] += (d.Seconds()/float64(used) - t.mean[a]) / float64(t.n[a])

@@ -44,9 +44,16 @@ type cpuExperts struct {
 	decided time.Duration
 	// pairs are the (token, k) pairs of the layer's experts on the host.
 	pairs []int
+	// gpu computes for the compute stream; mapped is where its kernels read the pinned memory, less
+	// where it lies. inPlace: they can, so they copy outputs: small copies of the copy engine wait for
+	// the experts on the same link.
+	gpu     kernels.Backend
+	mapped  device.Addr
+	inPlace bool
 	// Scratch space of await.
 	dst, src []device.Range
 	ffn      kernels.ExpertFFN
+	copyRows kernels.CopyBlocks
 }
 
 // CPUExpertSpin is how long threads that compute experts poll for those of the next layer before they
@@ -68,7 +75,9 @@ type cpuBuffers struct {
 	order   kernels.Tensor // [N*K] I32
 	slots   kernels.Tensor // [E] U64
 	list    kernels.Tensor // [E] I32
-	bytes   int64
+	// from and to are the addresses of rows of output and of the device's.
+	from, to kernels.Tensor // [N*K] U64
+	bytes    int64
 }
 
 func newCPUBuffers(c *models.Config, act kernels.DType, tokens int, base device.Addr) cpuBuffers {
@@ -82,6 +91,7 @@ func newCPUBuffers(c *models.Config, act kernels.DType, tokens int, base device.
 	b.input, b.output = place(act, tokens, c.Hidden), place(act, pairs, c.Hidden)
 	b.offsets, b.order = place(kernels.I32, c.Experts+1), place(kernels.I32, pairs)
 	b.slots, b.list = place(kernels.U64, c.Experts), place(kernels.I32, c.Experts)
+	b.from, b.to = place(kernels.U64, pairs), place(kernels.U64, pairs)
 	return b
 }
 
@@ -92,7 +102,11 @@ func newCPUExperts(o *Options) (h *cpuExperts, err error) {
 	if h.memory, err = o.Machine.Alloc(device.Host, bytes, "experts on the CPU, pinned"); err != nil {
 		return h, err
 	}
-	h.buffers = newCPUBuffers(c, act, o.onDemandTokens(c, o.Limits), h.memory.Range(0, bytes).Addr)
+	base := h.memory.Range(0, bytes)
+	h.buffers = newCPUBuffers(c, act, o.onDemandTokens(c, o.Limits), base.Addr)
+	if at, err := o.Machine.KernelAddr(o.Executors[0].Space, base); err == nil && c.Hidden*act.Size()%copyWord == 0 {
+		h.gpu, h.mapped, h.inPlace = o.Executors[0].Model.Backend(), at-base.Addr, true
+	}
 	s, err := o.Machine.NewStream(device.Host, device.StreamOptions{Name: "experts", Spin: CPUExpertSpin})
 	if err != nil {
 		return h, err
@@ -190,6 +204,12 @@ func (h *cpuExperts) await(x *executor, tokens forward.Span, m *meter) error {
 	}
 	outputs := x.model.ExpertOutputs(tokens)
 	slices.Sort(h.pairs)
+	if h.inPlace {
+		if err := h.copyByKernel(x.stream, &outputs); err != nil {
+			return fmt.Errorf("copy the outputs of experts from the host: %w", err)
+		}
+		return nil
+	}
 	h.dst, h.src = h.dst[:0], h.src[:0]
 	for i := 0; i < len(h.pairs); { // one copy for rows that follow one another
 		first, end := h.pairs[i], h.pairs[i]
@@ -203,6 +223,24 @@ func (h *cpuExperts) await(x *executor, tokens forward.Span, m *meter) error {
 		return fmt.Errorf("copy the outputs of experts from the host: %w", err)
 	}
 	return nil
+}
+
+// copyWord is the unit of kernels.CopyBlocks, in bytes.
+const copyWord = 16
+
+// copyByKernel copies the rows of the layer's pairs to outputs.
+func (h *cpuExperts) copyByKernel(s device.Stream, outputs *kernels.Tensor) error {
+	b, base, n := &h.buffers, h.buffers.input.Addr, len(h.pairs)
+	bytes := int64(outputs.Shape[1] * outputs.DType.Size())
+	from, to := h.memory.Write(int64(b.from.Addr-base), 8*int64(n)), h.memory.Write(int64(b.to.Addr-base), 8*int64(n))
+	for i, pair := range h.pairs {
+		binary.NativeEndian.PutUint64(from[8*i:], uint64(b.output.Addr+h.mapped)+uint64(pair)*uint64(bytes))
+		binary.NativeEndian.PutUint64(to[8*i:], uint64(outputs.Addr)+uint64(pair)*uint64(bytes))
+	}
+	h.copyRows = kernels.CopyBlocks{Src: b.from.Slice(0, n), Dst: b.to.Slice(0, n), BlockBytes: bytes}
+	h.copyRows.Src.Addr += h.mapped
+	h.copyRows.Dst.Addr += h.mapped
+	return h.gpu.Enqueue(s, &h.copyRows)
 }
 
 // fewCopies is the number of copies up to which a batch costs more than it saves.

@@ -27,8 +27,8 @@ const (
 	// in the first cache.
 	maxBlocks = 32
 	// partsPerThread is the number of parts that a thread should have at least, so that all end
-	// at about the same time.
-	partsPerThread = 8
+	// at about the same time. Small parts read only some KiB of memory at a stretch.
+	partsPerThread = 2
 )
 
 const tilePad = 16
