@@ -56,10 +56,9 @@ type cpuExperts struct {
 	copyRows kernels.CopyBlocks
 }
 
-// CPUExpertSpin is how long threads that compute experts poll for those of the next layer before they
-// sleep: longer than attention of a layer takes, and what is between two steps. Waking them would take
-// as long as some experts of small models.
-const CPUExpertSpin = 2 * time.Millisecond
+// cpuExpertSpin is how long the thread of the host stream polls for experts of the next layer before it
+// sleeps: longer than attention of a layer takes, and what is between two steps.
+const cpuExpertSpin = 2 * time.Millisecond
 
 // cpuExpertRows is the mean number of rows of experts up to which the host takes part: so few rows
 // take the time of reading weights,
@@ -107,7 +106,7 @@ func newCPUExperts(o *Options) (h *cpuExperts, err error) {
 	if at, err := o.Machine.KernelAddr(o.Executors[0].Space, base); err == nil && c.Hidden*act.Size()%copyWord == 0 {
 		h.gpu, h.mapped, h.inPlace = o.Executors[0].Model.Backend(), at-base.Addr, true
 	}
-	s, err := o.Machine.NewStream(device.Host, device.StreamOptions{Name: "experts", Spin: CPUExpertSpin})
+	s, err := o.Machine.NewStream(device.Host, device.StreamOptions{Name: "experts", Spin: cpuExpertSpin})
 	if err != nil {
 		return h, err
 	}

@@ -8,6 +8,7 @@ import (
 	"runtime"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
@@ -19,7 +20,6 @@ import (
 	"github.com/moeserve/moeserve/kernels/cpu"
 	"github.com/moeserve/moeserve/node/fault"
 	"github.com/moeserve/moeserve/node/sizing"
-	"github.com/moeserve/moeserve/pipeline"
 )
 
 // errNoCUDA: this binary or this machine has no usable GPU. An error that wraps it says what to
@@ -210,6 +210,11 @@ func (d *Devices) Host() kernels.Backend {
 	return d.host
 }
 
+// cpuSpin is how long threads that compute experts poll for those of the next layer before they sleep:
+// longer than attention of a layer takes, and what is between two steps. Waking them would take as
+// long as some experts of small models.
+const cpuSpin = 2 * time.Millisecond
+
 // CPUThreads is the number of threads of CPUExperts. Beside a GPU some of the machine's cores are left
 // to the threads that feed the GPU.
 func (d *Devices) CPUThreads() int {
@@ -226,7 +231,7 @@ func (d *Devices) CPUExperts() kernels.Backend {
 		return d.Backend
 	}
 	if d.experts == nil {
-		d.experts = cpu.New(cpu.Options{Threads: d.CPUThreads(), Spin: pipeline.CPUExpertSpin})
+		d.experts = cpu.New(cpu.Options{Threads: d.CPUThreads(), Spin: cpuSpin})
 		d.closers = append(d.closers, d.experts.Close)
 	}
 	return d.experts
