@@ -396,11 +396,11 @@ func (s *steps) awaitLink(position int, missing []int) {
 	w.bytes = s.fetch.hostBytesLeft()
 }
 
-// computeOnCPU unmarks those of the open layer's routed experts that the CPU computes, counts and
-// returns them.
-func (s *steps) computeOnCPU(position int, chosen []int32) []HostExpert {
+// computeOnCPU unmarks those of the open layer's routed experts that the CPU computes, counts them, and
+// leaves them in cpuWork.chose.
+func (s *steps) computeOnCPU(position int, chosen []int32) {
 	if s.cpu.share == nil {
-		return nil
+		return
 	}
 	s.measureLink()
 	s.countRows(chosen)
@@ -413,7 +413,6 @@ func (s *steps) computeOnCPU(position int, chosen []int32) []HostExpert {
 	}
 	slices.SortFunc(w.chose, func(a, b HostExpert) int { return cmp.Compare(a.Expert, b.Expert) })
 	s.counts.OnCPU += int64(len(w.chose))
-	return w.chose
 }
 
 // countRows counts how often each expert is chosen, in s.cpu.rows.

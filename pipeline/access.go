@@ -173,7 +173,7 @@ const (
 	// by the model: half of the time in which harvest is to give it back.
 	maxHold = 50 * time.Millisecond
 	// learnSteps do not count of a number of tokens with experts on the CPU.
-	learnSteps = 6
+	learnSteps = 12
 	// movedBy is the relative change of a prediction from which on old times do not count.
 	movedBy = 0.2
 )
