@@ -195,7 +195,7 @@ func (p *Problem) decode(x *Policy, gpu float64) Step {
 }
 
 // CPUExpertsStart is the fixed time of the experts of a layer that the CPU computes, of starting its
-// threads and of copies of rows there and back: as measured on a server with one H200.
+// threads and of copies of rows there and back: 87 to 133 us were measured on a server with one H200.
 const CPUExpertsStart = 100 * time.Microsecond
 
 // cpuExperts is the time of the experts of a step of n tokens that the CPU computes, and that of the
