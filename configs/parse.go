@@ -451,15 +451,15 @@ func (b Batch) ParseMaxITL() (MaxITL, error) {
 type CPUExpertChoice struct {
 	// Auto: as many experts as let CPU and link end together.
 	Auto bool
-	// Fraction of the missing experts of a layer, without Auto; 0: none.
+	// Fraction of the selected experts of a layer in host memory, without Auto; 0: none.
 	Fraction float64
 }
 
 // On reports whether the CPU computes any experts.
 func (c CPUExpertChoice) On() bool { return c.Auto || c.Fraction > 0 }
 
-// Timed reports whether it depends on time which experts the CPU computes: then tokens may differ
-// from run to run, as far as a GPU rounds otherwise than the CPU.
+// Timed reports whether it depends on time, or on what else is in a step, which experts the CPU
+// computes: then tokens may differ from run to run, as far as a GPU rounds otherwise than the CPU.
 func (c CPUExpertChoice) Timed() bool { return c.Auto || c.Fraction > 0 && c.Fraction < 1 }
 
 // ParseCPUExperts reads the setting cpu-experts. Where the CPU computes attention, auto is off.

@@ -278,7 +278,7 @@ var Schema = []Key{
 	},
 	{
 		Name: "cpu-experts", Kind: String, Default: "off", Placeholder: "auto|off|FRACTION", Rare: true, Commands: onOffload,
-		Help: "compute experts of steps of few tokens on the CPU, where they lie in host memory; auto: as many as let CPU and link end together; FRACTION: of those that are missing (0.5 or 50%), 1: of all in host memory",
+		Help: "compute experts of steps of few tokens on the CPU, where they lie in host memory; auto: as many as let CPU and link end together; FRACTION: of those selected that are in host memory (0.5 or 50%)",
 	},
 	{
 		Name: "batch-invariant", Kind: Bool, Default: false, Rare: true, Commands: onModel,

@@ -151,6 +151,9 @@ type StreamOptions struct {
 	// Priority orders streams of one device where the hardware can: higher runs
 	// first. Default: 0.
 	Priority int
+	// Spin is how long the thread of a host stream polls after its last operation before it sleeps:
+	// waking it takes some 10 us. It keeps a core busy. Default: 0.
+	Spin time.Duration
 }
 
 // Stream runs operations in order. Its methods return once the operation is enqueued; an error

@@ -14,22 +14,34 @@ import (
 // CPUShare decides which of the experts that a router selected, and that lie in host memory alone,
 // the CPU computes there; the others are fetched. Its methods may be called from several goroutines.
 //
-// Without a fraction, the CPU and the link to the GPU end together, as far as whole experts allow,
-// by their measured rates. Prefetches follow the same division: an expert that is predicted for the
-// next layer is fetched only if it would arrive before the CPU had computed it.
+// Without a fraction, the CPU and the link to the GPU end together, as far as whole experts allow, by
+// estimates of both times from recent layers. Each has a fixed part and one for each expert (see
+// estimate), so that a CPU that gets few experts, most of whose time is that of starting, does not
+// look slow. Where recent layers do not tell the parts apart, or one of the two got nothing for long,
+// a layer is divided otherwise now and then.
+// Prefetches follow the same division: an expert that is predicted for the next layer is fetched
+// only if it would arrive before the CPU had computed it.
 //
-// A fraction is of the experts that are neither cached nor being fetched. With 1 the CPU computes
-// all that have no peer copy, even if they are cached: which experts it computes does not depend on
-// time.
+// A fraction is of the selected experts in host memory, those included that are cached on the GPU. So
+// which experts the CPU computes does not depend on time.
 type CPUShare struct {
-	// fraction of the experts; negative: as described. 1: also of those in the expert cache.
+	// fraction of the experts; negative: as described.
 	fraction float64
+	rate     CPURate
 
-	mu   sync.Mutex
-	rate CPURate
+	mu sync.Mutex
+	// cpu and link are estimates of the times of a layer: of 1, the experts, and their rows beyond
+	// the first; and of 1 and the bytes. bytesPerSecond was assumed of the link lately.
+	cpu, link      estimate
+	bytesPerSecond float64
+	// decided is when the latest layer was divided.
+	decided time.Duration
+	// layers counts divided layers; computed and copied are the latest of them in which the CPU, and
+	// the link, got experts, explored is the latest that was divided otherwise.
+	layers, computed, copied, explored int
 }
 
-// CPURate is how fast the CPU computes experts where they lie.
+// CPURate is how fast the CPU computes experts where they lie, as far as it is known before it has.
 type CPURate struct {
 	// BytesPerSecond at which weights are read, and FlopsPerSecond of arithmetic: experts take the
 	// longer of both times.
@@ -38,74 +50,105 @@ type CPURate struct {
 	Latency time.Duration
 }
 
+// CPUTime is how long the CPU takes for the experts of one layer, in seconds: for the layer if there
+// are any, for each expert, and for each row of an expert beyond the first.
+type CPUTime struct {
+	Layer, Expert, Row float64
+}
+
+// time is the time by a rate: an expert takes as long as reading its weights, or its rows' arithmetic.
+func (r CPURate) time(l *kernels.ExpertLayout) CPUTime {
+	reading := float64(l.Bytes()) / r.BytesPerSecond
+	row := 6 * float64(l.Hidden) * float64(l.Intermediate) / r.FlopsPerSecond
+	return CPUTime{Layer: r.Latency.Seconds(), Expert: max(reading, row), Row: row}
+}
+
 // AutoCPUShare is the fraction for NewCPUShare by which CPU and link end together.
 const AutoCPUShare = -1
 
 // NewCPUShare returns a share with a fraction of experts from 0 to 1, or AutoCPUShare, and the rate
-// that is assumed until Measured has been called.
+// that is assumed until Computed has been called.
 func NewCPUShare(fraction float64, assumed CPURate) *CPUShare {
 	return &CPUShare{fraction: fraction, rate: assumed}
 }
 
-// Rate is the recent rate.
-func (c *CPUShare) Rate() CPURate {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.rate
+// Auto reports whether experts are divided by time.
+func (c *CPUShare) Auto() bool { return c.fraction < 0 }
+
+func (c *CPUShare) time(l *kernels.ExpertLayout) CPUTime {
+	x := c.cpu.coefficients(c.rate.time(l).terms())
+	return CPUTime{x[0], x[1], x[2]}
 }
 
-// Measured averages the rate with that of experts of one layer, which the CPU computed in the time
-// took, for these numbers of rows.
-func (c *CPUShare) Measured(l *kernels.ExpertLayout, rows []int, took time.Duration) {
+func (t CPUTime) terms() [terms]float64 { return [terms]float64{t.Layer, t.Expert, t.Row} }
+
+// MissTimes are the estimated times of a layer's experts that lie in host memory alone: on the CPU, and
+// over the link to the GPU, for the layer and for each byte, in seconds.
+type MissTimes struct {
+	CPU                 CPUTime
+	LinkStart, LinkByte float64
+}
+
+// MissTimes returns the present estimates; false: experts are not divided by time.
+func (s *Store) MissTimes() (MissTimes, bool) {
+	c := s.steps.cpu.share
+	if c == nil || !c.Auto() {
+		return MissTimes{}, false
+	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	expected := c.rate.seconds(l, rows) - c.rate.Latency.Seconds()
-	if took <= 0 || expected <= 0 {
+	link := c.measuredLink(hostLink{bytesPerSecond: c.bytesPerSecond})
+	t := MissTimes{CPU: c.time(&s.plan.Layout), LinkStart: link.start.Seconds()}
+	if link.bytesPerSecond > 0 {
+		t.LinkByte = 1 / link.bytesPerSecond
+	}
+	return t, true
+}
+
+// Decided is when the latest layer was divided by time, on the machine's clock.
+func (c *CPUShare) Decided() time.Duration {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.decided
+}
+
+// Computed records how long after it was divided the CPU had computed those experts of a layer that it
+// got, which have these numbers of rows.
+func (c *CPUShare) Computed(l *kernels.ExpertLayout, rows []int, took time.Duration) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(rows) > 0 && c.Auto() {
+		c.computed = c.layers
+		c.cpu.add(c.rate.time(l).terms(), quantities(rows), took.Seconds())
+	}
+}
+
+// quantities are the terms of the CPU's time for experts with these rows.
+func quantities(rows []int) [terms]float64 {
+	x := [terms]float64{1, float64(len(rows)), 0}
+	for _, n := range rows {
+		x[2] += float64(n - 1)
+	}
+	return x
+}
+
+// linkStart is assumed of the time between a layer's division and its first byte on the link.
+const linkStart = 40 * time.Microsecond
+
+func (c *CPUShare) linkTerms() [terms]float64 {
+	return [terms]float64{linkStart.Seconds(), 1 / c.bytesPerSecond, 0}
+}
+
+// arrived records when so many bytes of the latest layer had arrived over the link, on the machine's
+// clock.
+func (c *CPUShare) arrived(bytes int64, at time.Duration) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.bytesPerSecond <= 0 || bytes <= 0 {
 		return
 	}
-	// Whatever bounds the time was off by this factor; one measurement counts an eighth.
-	off := 1 + (expected/took.Seconds()-1)/8
-	off = min(max(off, 0.5), 2)
-	if c.rate.readsLonger(l, rows) {
-		c.rate.BytesPerSecond *= off
-	} else {
-		c.rate.FlopsPerSecond *= off
-	}
-}
-
-// seconds is the time of experts of one layer with these numbers of rows; 0 for none.
-func (r CPURate) seconds(l *kernels.ExpertLayout, rows []int) float64 {
-	if len(rows) == 0 {
-		return 0
-	}
-	t := r.Latency.Seconds()
-	for _, n := range rows {
-		t += r.one(l, n)
-	}
-	return t
-}
-
-// one is the time of one expert, without the latency.
-func (r CPURate) one(l *kernels.ExpertLayout, rows int) float64 {
-	return max(r.reading(l), float64(rows)*r.row(l))
-}
-
-// reading is the time of reading an expert's weights, row that of one row's arithmetic.
-func (r CPURate) reading(l *kernels.ExpertLayout) float64 {
-	return float64(l.Bytes()) / r.BytesPerSecond
-}
-
-func (r CPURate) row(l *kernels.ExpertLayout) float64 {
-	return 6 * float64(l.Hidden) * float64(l.Intermediate) / r.FlopsPerSecond
-}
-
-// readsLonger reports whether most of these experts take the time of reading their weights.
-func (r CPURate) readsLonger(l *kernels.ExpertLayout, rows []int) bool {
-	all := 0
-	for _, n := range rows {
-		all += n
-	}
-	return float64(len(rows))*r.reading(l) >= float64(all)*r.row(l)
+	c.copied = c.layers
+	c.link.add(c.linkTerms(), [terms]float64{1, float64(bytes), 0}, (at - c.decided).Seconds())
 }
 
 // candidate is an expert that may be computed on the CPU.
@@ -119,7 +162,7 @@ type candidate struct {
 // hostLink is the link from host memory.
 type hostLink struct {
 	bytesPerSecond float64
-	latency        time.Duration // of a copy
+	start          time.Duration // before the first byte
 	// head is how long the link can copy before the experts are needed; negative: how long it is
 	// still busy with other copies.
 	head time.Duration
@@ -127,11 +170,14 @@ type hostLink struct {
 
 // seconds until the last of these experts has arrived.
 func (k hostLink) seconds(list []candidate) float64 {
-	t := -k.head.Seconds()
+	bytes := int64(0)
 	for i := range list {
-		t += k.latency.Seconds() + float64(list[i].left)/k.bytesPerSecond
+		bytes += list[i].left
 	}
-	return max(t, 0)
+	if bytes == 0 {
+		return 0
+	}
+	return max(k.start.Seconds()+float64(bytes)/k.bytesPerSecond-k.head.Seconds(), 0)
 }
 
 // forCPU orders candidates: the CPU gets first what the link has not begun to copy, and of that what
@@ -142,34 +188,109 @@ func forCPU(list []candidate) {
 	})
 }
 
-// divide returns how many of the first candidates the CPU computes so that all experts are there,
-// or computed, as early as possible, and the time until then. A copy in progress goes on, in vain,
-// where the CPU computes its expert.
-func (r CPURate) divide(l *kernels.ExpertLayout, link hostLink, list []candidate) (onCPU int, seconds float64) {
+// divide returns how many of the first candidates, of that size, the CPU computes so that all experts
+// are there, or computed, as early as possible. A copy in progress goes on, in vain, where the CPU
+// computes its expert.
+func (t CPUTime) divide(size int64, link hostLink, list []candidate) (onCPU int) {
 	if link.bytesPerSecond <= 0 {
-		return 0, 0 // nothing to compare with
+		return 0 // nothing to compare with
 	}
-	computing, vain := 0.0, 0.0
-	seconds = math.Inf(1)
-	for n := 0; ; n++ {
-		copying := 0.0
-		if n < len(list) {
-			copying = link.seconds(list[n:]) + vain
-		}
-		if t := max(copying, computing); t < seconds {
-			onCPU, seconds = n, t
-		}
-		if n == len(list) {
-			return onCPU, seconds
-		}
-		if n == 0 {
-			computing = r.Latency.Seconds()
-		}
-		computing += r.one(l, list[n].rows)
-		if list[n].left < l.Size {
-			vain += float64(list[n].left) / link.bytesPerSecond
+	best := math.Inf(1)
+	for n := range len(list) + 1 {
+		if seconds := t.longer(size, link, list, n); seconds < best {
+			onCPU, best = n, seconds
 		}
 	}
+	return onCPU
+}
+
+// longer is the time until all experts are there if the CPU computes the first n.
+func (t CPUTime) longer(size int64, link hostLink, list []candidate, n int) (seconds float64) {
+	copying, computing := link.seconds(list[n:]), 0.0
+	for i := range list[:n] {
+		if i == 0 {
+			computing = t.Layer
+		}
+		computing += t.Expert + t.Row*float64(list[i].rows-1)
+		if list[i].left < size {
+			copying += float64(list[i].left) / link.bytesPerSecond
+		}
+	}
+	return max(copying, computing)
+}
+
+const (
+	// One layer is divided otherwise behind so many, where the CPU's estimate is degenerate; and
+	// behind so many in which the CPU, or the link, got nothing. exploreCost is the most that it costs,
+	// as a share of the time.
+	exploreInterval = 64
+	staleInterval   = 256
+	exploreCost     = 0.005
+)
+
+// divide divides the open layer, at the time now.
+// head is how long the link will be free while the CPU computes.
+func (c *CPUShare) divide(l *kernels.ExpertLayout, link hostLink, list []candidate, now time.Duration) (onCPU int, head time.Duration) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.decided = now
+	t, link := c.time(l), c.measuredLink(link)
+	onCPU = t.divide(l.Size, link, list)
+	if len(list) > 0 && link.bytesPerSecond > 0 {
+		c.layers++
+		onCPU = c.explore(l.Size, t, link, list, onCPU)
+	}
+	if link.bytesPerSecond <= 0 {
+		return onCPU, 0
+	}
+	free := t.longer(l.Size, link, list, onCPU) - link.seconds(list[onCPU:])
+	return onCPU, time.Duration(free * float64(time.Second))
+}
+
+// predict divides the experts that are predicted for the next layer.
+func (c *CPUShare) predict(l *kernels.ExpertLayout, link hostLink, list []candidate) (onCPU int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.time(l).divide(l.Size, c.measuredLink(link), list)
+}
+
+// measuredLink is a link with what layers have measured of it.
+func (c *CPUShare) measuredLink(link hostLink) hostLink {
+	if link.bytesPerSecond <= 0 {
+		return link
+	}
+	c.bytesPerSecond = link.bytesPerSecond
+	x := c.link.coefficients(c.linkTerms())
+	link.start, link.bytesPerSecond = time.Duration(x[0]*float64(time.Second)), 1/x[1]
+	return link
+}
+
+// explore returns the number of experts for the CPU, which now and then is not the best one, so that
+// its time, and that of the link, stay known.
+func (c *CPUShare) explore(size int64, t CPUTime, link hostLink, list []candidate, best int) int {
+	due := func(latest, interval, other int) bool {
+		layers := c.layers - max(latest, c.explored)
+		if layers < interval {
+			return false
+		}
+		seconds := t.longer(size, link, list, best)
+		return t.longer(size, link, list, other)-seconds <= exploreCost*seconds*float64(layers)
+	}
+	other := best
+	switch {
+	case best == 0 && due(c.computed, staleInterval, 1):
+		other = 1
+	case best == len(list) && due(c.copied, staleInterval, best-1):
+		other = best - 1
+	case best > 0 && best < len(list) && c.cpu.degenerate() && due(0, exploreInterval, best+1):
+		other = best + 1
+	case best > 1 && best == len(list) && c.cpu.degenerate() && due(0, exploreInterval, best-1):
+		other = best - 1
+	}
+	if other != best {
+		c.explored = c.layers
+	}
+	return other
 }
 
 // HostExpert is an expert to be computed on the CPU, where it lies.
@@ -178,9 +299,6 @@ type HostExpert struct {
 	// Range is its extent, in pinned host memory.
 	device.Range
 }
-
-// linkLatency is assumed of the copies of experts from host memory.
-const linkLatency = 20 * time.Microsecond
 
 // cpuWork is the part of an open layer that the CPU computes.
 type cpuWork struct {
@@ -192,6 +310,10 @@ type cpuWork struct {
 	chose []HostExpert
 	// head: see hostLink, for the next layer's experts.
 	head time.Duration
+	// copies are those from host memory that the latest layer of Auto waits for, of so many bytes when
+	// it was divided.
+	copies []*fetch
+	bytes  int64
 }
 
 // chooseCPU unmarks those experts that the CPU computes among the marked ones of a layer, and leaves
@@ -209,9 +331,9 @@ func (s *steps) chooseCPU(position int, marked []bool, predicted bool) {
 		switch {
 		case !fromHost:
 			continue
-		case w.share.fraction == 1:
-			left = size
-		case left == 0, s.fetch.has(id) && (predicted || w.share.fraction >= 0):
+		case !w.share.Auto():
+			left = size // wherever it is meanwhile
+		case left == 0, s.fetch.has(id) && predicted:
 			continue // it is there, or being fetched
 		case s.fetch.has(id):
 			begun += left
@@ -220,18 +342,16 @@ func (s *steps) chooseCPU(position int, marked []bool, predicted bool) {
 	}
 	forCPU(w.list)
 	n := int(math.Round(w.share.fraction * float64(len(w.list))))
-	if w.share.fraction < 0 {
-		link := hostLink{bytesPerSecond: s.fetch.links.Rate(device.Host), latency: linkLatency}
+	if w.share.Auto() {
+		link := hostLink{bytesPerSecond: s.fetch.links.Rate(device.Host)}
 		if predicted {
-			link.head = w.head
-		} else if link.bytesPerSecond > 0 {
-			link.head = -time.Duration(float64(max(0, s.fetch.hostBytesLeft()-begun)) / link.bytesPerSecond * float64(time.Second))
-		}
-		var seconds float64
-		n, seconds = w.share.Rate().divide(&s.plan.Layout, link, w.list)
-		if !predicted && link.bytesPerSecond > 0 {
-			// The link is free for the next layer's experts from when it has copied this one's.
-			w.head = time.Duration((seconds - link.seconds(w.list[n:])) * float64(time.Second))
+			link.head = w.head // for the next layer's experts, behind this one's
+			n = w.share.predict(&s.plan.Layout, link, w.list)
+		} else {
+			if link.bytesPerSecond > 0 {
+				link.head = -time.Duration(float64(max(0, s.fetch.hostBytesLeft()-begun)) / link.bytesPerSecond * float64(time.Second))
+			}
+			n, w.head = w.share.divide(&s.plan.Layout, link, w.list, s.now())
 		}
 	}
 	w.list = w.list[:n]
@@ -240,12 +360,49 @@ func (s *steps) chooseCPU(position int, marked []bool, predicted bool) {
 	}
 }
 
-// computeOnCPU unmarks those of the open layer's routed experts that the CPU computes, counts and
-// returns them.
-func (s *steps) computeOnCPU(position int, chosen []int32) []HostExpert {
-	if s.cpu.share == nil {
-		return nil
+// measureLink tells the share when the latest layer's experts had arrived over the link, if they have.
+func (s *steps) measureLink() {
+	w := &s.cpu
+	last := time.Duration(0)
+	for _, c := range w.copies {
+		if at, landed := c.ticket.LandedAt(); landed {
+			last = max(last, at)
+		} else {
+			w.bytes = 0
+		}
+		s.fetch.unref(c)
 	}
+	if len(w.copies) > 0 {
+		w.share.arrived(w.bytes, last)
+	}
+	clear(w.copies)
+	w.copies = w.copies[:0]
+}
+
+// awaitLink keeps the copies that the layer waits for, of these experts, for measureLink.
+func (s *steps) awaitLink(position int, missing []int) {
+	w := &s.cpu
+	if w.share == nil || !w.share.Auto() {
+		return
+	}
+	for _, e := range missing {
+		for _, c := range s.fetch.slotFetch(ID{position, e}).copies {
+			if c.from == device.Host && !c.ticket.Ended() && !slices.Contains(w.copies, c) {
+				c.refs++
+				w.copies = append(w.copies, c)
+			}
+		}
+	}
+	w.bytes = s.fetch.hostBytesLeft()
+}
+
+// computeOnCPU unmarks those of the open layer's routed experts that the CPU computes, counts them, and
+// leaves them in cpuWork.chose.
+func (s *steps) computeOnCPU(position int, chosen []int32) {
+	if s.cpu.share == nil {
+		return
+	}
+	s.measureLink()
 	s.countRows(chosen)
 	s.chooseCPU(position, s.layers[position].routed, false)
 	w := &s.cpu
@@ -256,7 +413,6 @@ func (s *steps) computeOnCPU(position int, chosen []int32) []HostExpert {
 	}
 	slices.SortFunc(w.chose, func(a, b HostExpert) int { return cmp.Compare(a.Expert, b.Expert) })
 	s.counts.OnCPU += int64(len(w.chose))
-	return w.chose
 }
 
 // countRows counts how often each expert is chosen, in s.cpu.rows.

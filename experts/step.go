@@ -219,19 +219,34 @@ func (st Step) LayerUnrouted(ctx context.Context, layer int) (Unrouted, error) {
 	return Unrouted{Slots: s.tables.rows[position].slots, Waves: l.waves, open: s.markOpen(position, true)}, nil
 }
 
-// FetchChosen fetches the offloaded experts among those that the layer's tokens are
-// routed to, except for those that the CPU computes, and returns their waves. It skips copies of other experts that have not
-// started, and enqueues the update of the tables. chosen is in any order and has an
-// expert once for each of its rows.
-func (u Unrouted) FetchChosen(ctx context.Context, chosen []int32) (Use, error) {
-	if u.open.s == nil {
-		return Use{}, errNotOpened
+// ChooseOnCPU returns those of the experts that the layer's tokens are routed to that the CPU computes,
+// so that it can begin before FetchChosen, which has to follow with the same experts, submits fetches.
+// It skips copies of other experts that have not started. chosen is in any order and has an expert once
+// for each of its rows. The result is valid until Release.
+func (u Unrouted) ChooseOnCPU(chosen []int32) ([]HostExpert, error) {
+	s, err := u.lock()
+	if s != nil {
+		defer s.mu.Unlock()
 	}
-	_, err := u.open.lock()
-	s := u.open.s
-	defer s.mu.Unlock()
-	if err == nil && !s.unrouted {
-		err = errors.New("FetchChosen was already called for this layer")
+	if err == nil && s.routed == s.opened {
+		err = errors.New("ChooseOnCPU was already called for this layer")
+	}
+	if err == nil {
+		err = s.route(s.open, chosen)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("experts: choose experts for the CPU: %w", err)
+	}
+	return s.cpu.chose, nil
+}
+
+// FetchChosen fetches the offloaded experts among those that the layer's tokens are
+// routed to, except for those that the CPU computes, and returns their waves. It skips copies of other
+// experts that have not started, and enqueues the update of the tables. chosen is as for ChooseOnCPU.
+func (u Unrouted) FetchChosen(ctx context.Context, chosen []int32) (Use, error) {
+	s, err := u.lock()
+	if s != nil {
+		defer s.mu.Unlock()
 	}
 	if err != nil {
 		return Use{}, fmt.Errorf("experts: fetch routed experts: %w", err)
@@ -243,6 +258,19 @@ func (u Unrouted) FetchChosen(ctx context.Context, chosen []int32) (Use, error) 
 	s.unrouted = false
 	use.open = u.open
 	return use, nil
+}
+
+// lock locks the store of an open layer whose selection is not known yet. The store is locked, unless
+// nil.
+func (u Unrouted) lock() (*steps, error) {
+	if u.open.s == nil {
+		return nil, errNotOpened
+	}
+	_, err := u.open.lock()
+	if err == nil && !u.open.s.unrouted {
+		err = errors.New("FetchChosen was already called for this layer")
+	}
+	return u.open.s, err
 }
 
 var errNotOpened = errors.New("experts: no layer was opened")

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels"
@@ -31,16 +32,17 @@ type steps struct {
 	lent     func(LentInfo)
 	closed   bool
 	cpu      cpuWork
+	now      func() time.Duration // of the machine
 
 	// number of the latest step.
 	number  uint64
 	running bool
 	compute device.Stream
 	// open is the position of the open layer, or -1; unrouted: its router's selection is not
-	// known yet; opened counts openings.
-	open     int
-	unrouted bool
-	opened   uint64
+	// known yet; opened counts openings, and routed is the latest whose routed experts are marked.
+	open           int
+	unrouted       bool
+	opened, routed uint64
 }
 
 // layer is one layer with experts in a step.
@@ -63,6 +65,7 @@ func newSteps(mu *sync.Mutex, p *Plan, pl *places, f *fetcher, t *tables, x *inP
 		mu: mu, plan: p, position: map[int]int{}, places: pl, fetch: f, tables: t, inPlace: x, counts: c,
 		log: o.Log, swapped: o.Events.Swapped, lent: o.Events.Lent, open: -1, layers: make([]layer, len(p.Layers)),
 	}
+	s.now = o.Machine.Now
 	s.cpu.share, s.cpu.rows = o.CPU, make([]int, p.Experts)
 	for i, number := range p.Layers {
 		s.position[number] = i
@@ -206,15 +209,17 @@ func (s *steps) openWhole(ctx context.Context, position int) error {
 	return nil
 }
 
-func (s *steps) fetchChosen(ctx context.Context, position int, chosen []int32) (Use, error) {
+// route marks the open layer's routed experts, but for those that the CPU computes, which it leaves in
+// cpuWork.chose. It is called once for an opening, by ChooseOnCPU or by FetchChosen.
+func (s *steps) route(position int, chosen []int32) error {
 	l := &s.layers[position]
 	if err := s.usable(); err != nil {
-		return Use{}, err
+		return err
 	}
 	clear(l.routed)
 	for _, e := range chosen {
 		if err := s.checkID(e); err != nil {
-			return Use{}, err
+			return err
 		}
 		if l.routed[e] {
 			continue
@@ -229,13 +234,28 @@ func (s *steps) fetchChosen(ctx context.Context, position int, chosen []int32) (
 		}
 	}
 	s.skipOthers(position) // predicted or prefetched, but not routed to
-	onCPU := s.computeOnCPU(position, chosen)
+	s.computeOnCPU(position, chosen)
 	s.skipOthers(position)
+	s.routed = s.opened
+	return nil
+}
+
+func (s *steps) fetchChosen(ctx context.Context, position int, chosen []int32) (Use, error) {
+	l := &s.layers[position]
+	if s.routed != s.opened {
+		if err := s.route(position, chosen); err != nil {
+			return Use{}, err
+		}
+	}
+	if err := s.usable(); err != nil {
+		return Use{}, err
+	}
 	missing := s.selected(position, l.routed)
 	waves := s.plan.onDemandWaves(len(missing))
 	if err := s.fetchAll(position, missing, waves); err != nil {
 		return Use{}, err
 	}
+	s.awaitLink(position, missing)
 	if err := s.updateRow(ctx, position); err != nil {
 		return Use{}, err
 	}
@@ -247,7 +267,7 @@ func (s *steps) fetchChosen(ctx context.Context, position int, chosen []int32) (
 		}
 	}
 	s.countUse(position, missing)
-	return Use{Slots: s.tables.rows[position].slots, Waves: l.waves[first:], OnCPU: onCPU}, nil
+	return Use{Slots: s.tables.rows[position].slots, Waves: l.waves[first:], OnCPU: s.cpu.chose}, nil
 }
 
 // skipOthers releases the slots of experts that are not marked as routed, and skips copies into them
@@ -418,6 +438,11 @@ func (s *steps) reset(ctx context.Context) error {
 		clear(l.predicted)
 		s.listAll(i)
 	}
+	for _, c := range s.cpu.copies {
+		s.fetch.unref(c)
+	}
+	clear(s.cpu.copies)
+	s.cpu.copies = s.cpu.copies[:0]
 	s.tables.reset()
 	if s.inPlace.running && s.inPlace.usesPeers {
 		s.fetch.peerBackoff = max(s.fetch.peerBackoff, 1) // the peers' memory may have been the cause

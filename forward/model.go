@@ -49,6 +49,9 @@ type arguments struct {
 	probs    kernels.LogProbs
 }
 
+// Backend is what the model's operations run on.
+func (m *Model) Backend() kernels.Backend { return m.backend }
+
 // NewModel binds c to weights, backend and workspace. ws has at least WorkspaceBytes and is
 // aligned to 256 bytes. Before the first step the caller writes Constants into it.
 func NewModel(c *models.Config, w *models.Weights, b kernels.Backend, ws device.Range, l Limits) (*Model, error) {

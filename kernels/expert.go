@@ -1,17 +1,17 @@
 package kernels
 
-// ExpertGEMM has the arguments of ExpertUp and ExpertDown: a grouped GEMM of rows of X with a
+// ExpertGEMM has the arguments of ExpertUp, ExpertDown and ExpertFFN: a grouped GEMM of rows of X with a
 // matrix of each listed expert, for the tokens routed to it. It does not read the extent of an
 // expert without pairs, whose slot may be 0, and does not write the rows of Out that belong to
 // experts not listed.
 type ExpertGEMM struct {
-	X       Tensor // up: [N, H] act; down: [N*K, I] act, the output of ExpertUp
+	X       Tensor // up and FFN: [N, H] act; down: [N*K, I] act, the output of ExpertUp
 	Offsets Tensor // [E+1] I32
 	Order   Tensor // [N*K] I32
 	Slots   Tensor // [E] U64: address of each listed expert's extent
 	Experts Tensor // [listed] I32: the experts of this launch, each once
 	Layout  ExpertLayout
-	Out     Tensor // up: [N*K, I] act, rows in the order of Order, so each expert's are contiguous; down: [N*K, H] act
+	Out     Tensor // up: [N*K, I] act, rows in the order of Order, so each expert's are contiguous; down and FFN: [N*K, H] act
 }
 
 // checkLists checks X alone, and the lists of experts and pairs.
@@ -31,6 +31,16 @@ func (p *ExpertGEMM) checkLists(c *checker) {
 		if err := p.Layout.check(); err != nil {
 			c.failf("Layout %v", err)
 		}
+	}
+}
+
+// checkTokens is checkLists where rows of X are tokens.
+func (p *ExpertGEMM) checkTokens(c *checker) {
+	p.checkLists(c)
+	c.size("X", &p.X, 1, p.Layout.Hidden, "columns", "Layout.Hidden")
+	n, pairs := p.X.Shape[0], p.Order.Shape[0]
+	if c.ok() && (n == 0 && pairs != 0 || n != 0 && (pairs == 0 || pairs%n != 0)) {
+		c.failf("Order is %v, want K elements for each of X's %d rows", p.Order, n)
 	}
 }
 
@@ -71,12 +81,7 @@ func (*ExpertUp) Name() string { return "expert_up" }
 // Check implements Op.
 func (o *ExpertUp) Check() error {
 	c := checker{op: o.Name()}
-	o.checkLists(&c)
-	c.size("X", &o.X, 1, o.Layout.Hidden, "columns", "Layout.Hidden")
-	n, pairs := o.X.Shape[0], o.Order.Shape[0]
-	if c.ok() && (n == 0 && pairs != 0 || n != 0 && (pairs == 0 || pairs%n != 0)) {
-		c.failf("Order is %v, want K elements for each of X's %d rows", o.Order, n)
-	}
+	o.checkTokens(&c)
 	o.checkOut(&c, dim{o.Layout.Intermediate, "Layout.Intermediate"})
 	return c.err
 }
@@ -103,3 +108,23 @@ func (o *ExpertDown) Check() error {
 
 // Declare implements Op. Which experts, and which rows of X and Out, only the device knows.
 func (o *ExpertDown) Declare(d *Decl) { o.declare(d, 1) }
+
+// ExpertFFN is ExpertUp and ExpertDown in one operation: Out[p] = w2 (silu(w1 x) * (w3 x)), where x is
+// X[p/K], for every pair p of the listed experts. What is between the two is rounded to the type of X,
+// as the output of ExpertUp is, so results have the same bits. Only package cpu has it, for experts in
+// host memory: no thread waits for the others between experts.
+type ExpertFFN struct{ ExpertGEMM }
+
+// Name implements Op.
+func (*ExpertFFN) Name() string { return "expert_ffn" }
+
+// Check implements Op.
+func (o *ExpertFFN) Check() error {
+	c := checker{op: o.Name()}
+	o.checkTokens(&c)
+	o.checkOut(&c, dim{o.Layout.Hidden, "Layout.Hidden"})
+	return c.err
+}
+
+// Declare implements Op. Which experts, and which rows of X and Out, only the device knows.
+func (o *ExpertFFN) Declare(d *Decl) { o.declare(d, 3) }

@@ -5,6 +5,7 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/pipeline"
+	"github.com/moeserve/moeserve/planner"
 )
 
 // What kernels read over links where no calibration says: their rates as shares of those of
@@ -53,6 +54,9 @@ func (u *setup) accessModel() pipeline.AccessModel {
 		Host: pipeline.Link{CopyRate: h.HostToGPU[len(h.HostToGPU)-1], CopyStart: seconds(h.HostCopyLatency), ReadRate: h.HostReadRate, ReadStart: hostReadStart},
 		Peer: pipeline.Link{CopyRate: h.PeerToGPU, CopyStart: seconds(h.PeerCopyLatency), ReadRate: h.PeerReadRate, ReadStart: peerReadStart},
 	}
+	if c, err := u.settings.Batch.ParseCPUExperts(); err == nil && c.Auto {
+		u.addCPU(&m)
+	}
 	if m.RoundTrip == 0 {
 		m.RoundTrip = roundTrip
 	}
@@ -63,4 +67,22 @@ func (u *setup) accessModel() pipeline.AccessModel {
 		m.Peer.ReadRate = peerReadShare * h.PeerToGPU
 	}
 	return m
+}
+
+// addCPU lets the CPU compute experts.
+func (u *setup) addCPU(m *pipeline.AccessModel) {
+	m.CPURate, m.CPUStart = cpuRate(u.devices.CPUThreads()).BytesPerSecond, planner.CPUExpertsStart
+}
+
+// cpuWouldHelp predicts the time of offloaded experts in a step of one token with --cpu-experts auto;
+// false: the setting is given or not possible, peers lend memory, or it saves less than a fifth of
+// the time without.
+func (u *setup) cpuWouldHelp(m pipeline.AccessModel, without time.Duration) (with time.Duration, ok bool) {
+	b := &u.settings.Batch
+	if c, err := b.ParseCPUExperts(); err != nil || c.On() || b.Attention == configs.OnCPU || len(u.peers) > 0 {
+		return 0, false
+	}
+	u.addCPU(&m)
+	with, _ = m.Predict(1, true, 0)
+	return with, with < without*4/5
 }

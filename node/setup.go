@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"time"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
@@ -463,7 +462,7 @@ func (u *setup) steps() pipeline.Options {
 
 // cpuExperts are the backend for experts on the CPU, and which experts it gets.
 func (u *setup) cpuExperts() (kernels.Backend, *experts.CPUShare) {
-	backend, threads := u.devices.CPUExperts()
+	backend := u.devices.CPUExperts()
 	choice, _ := u.settings.Batch.ParseCPUExperts() // valid
 	fraction := choice.Fraction
 	if choice.Auto {
@@ -472,11 +471,12 @@ func (u *setup) cpuExperts() (kernels.Backend, *experts.CPUShare) {
 			u.o.Log.Warn("--cpu-experts auto computes no experts on the CPU, as the rate of the link from host memory is not known; give a fraction", "gpu", u.devices.Space.String())
 		}
 	}
-	// What a thread reads and computes of a server, and what its memory gives to all, until they are
-	// measured.
-	return backend, experts.NewCPUShare(fraction, experts.CPURate{
-		BytesPerSecond: min(9e9*float64(threads), 90e9), FlopsPerSecond: 40e9 * float64(threads), Latency: 50 * time.Microsecond,
-	})
+	return backend, experts.NewCPUShare(fraction, cpuRate(u.devices.CPUThreads()))
+}
+
+// cpuRate is what so many threads of a server read and compute of experts, until it is measured.
+func cpuRate(threads int) experts.CPURate {
+	return experts.CPURate{BytesPerSecond: min(9e9*float64(threads), 110e9), FlopsPerSecond: 100e9 * float64(threads), Latency: planner.CPUExpertsStart}
 }
 
 // kvSpace is the memory of the KV cache: where attention runs.

@@ -41,6 +41,10 @@ type AccessModel struct {
 	MemoryRate float64
 	// RoundTrip is the time from a router's selection to a copy that the host has submitted.
 	RoundTrip time.Duration
+	// CPURate is the rate in bytes per second at which the CPU computes experts in host memory beside
+	// copies on demand, CPUStart what it takes to start in each layer. 0: it computes none.
+	CPURate  float64
+	CPUStart time.Duration
 }
 
 // mispredicted is the share by which copies take longer than those of the experts that are needed:
@@ -70,6 +74,14 @@ func (m *AccessModel) Predict(tokens int, onDemand bool, peers float64) (copied,
 	var copying float64
 	if onDemand {
 		copying = m.RoundTrip.Seconds() + missing/m.MemoryRate + m.copies((1+mispredicted)*missing, peers)
+		if m.CPURate > 0 { // CPU and link end together
+			host := (1 - peers) * missing
+			if link := m.copies((1+mispredicted)*host, 0); link > m.CPUStart.Seconds() {
+				computing := host / m.CPURate
+				together := link * (m.CPUStart.Seconds() + computing) / (link + computing)
+				copying = m.RoundTrip.Seconds() + missing/m.MemoryRate + max(together, m.copies(missing-host, 1))
+			}
+		}
 	} else {
 		copying = m.copies(m.Offloaded*float64(m.Experts)*float64(m.ExpertBytes), peers)
 	}
@@ -140,6 +152,8 @@ type accessTimes struct {
 	n    [accesses]int
 	// since counts steps since the latest probe, probing those left of one.
 	since, probing int
+	// learned counts steps of experts on the CPU, whose first ones are divided by assumed times.
+	learned int
 	// predicted is what the means belong to: where it has changed, experts have moved.
 	predicted [accesses]time.Duration
 }
@@ -150,13 +164,16 @@ const (
 	firstProbe = 5
 	// A way is tried that takes up to so many times as long as the other by the model, and once both
 	// were measured, by these times.
-	probePredicted, probeMeasured = 2.0, 1.5
+	// With experts on the CPU, whose time is not known well before it is measured, that is more.
+	probePredicted, probeWithCPU, probeMeasured = 2.0, 4.0, 1.5
 	// The choice is by measurement from minSamples steps of both ways on; the weight of a later step
 	// is 1/maxSamples.
 	minSamples, maxSamples = 2, 8
 	// maxHold is the most time for which a step that was not told to be in place holds peers' memory
 	// by the model: half of the time in which harvest is to give it back.
 	maxHold = 50 * time.Millisecond
+	// learnSteps do not count of a number of tokens with experts on the CPU.
+	learnSteps = 12
 	// movedBy is the relative change of a prediction from which on old times do not count.
 	movedBy = 0.2
 )
@@ -194,6 +211,9 @@ func (c *accessChooser) measured(tokens int, peers float64) access {
 		}
 	}
 	times, limit := [...]float64{now[byCopy].Seconds(), now[inPlace].Seconds()}, probePredicted
+	if c.model.CPURate > 0 {
+		limit = probeWithCPU
+	}
 	if t.n[byCopy] >= minSamples && t.n[inPlace] >= minSamples {
 		times, limit = t.mean, probeMeasured
 	}
@@ -219,10 +239,14 @@ func (c *accessChooser) took(d time.Duration, used int64) {
 	if c.tokens > MaxInPlaceTokens || c.repeated < probeSkip || used <= 0 {
 		return
 	}
+	t := &c.sizes[c.tokens]
+	if c.chosen == byCopy && c.model.CPURate > 0 && t.learned < learnSteps {
+		t.learned++
+		return
+	}
 	if !c.onDemand {
 		used = 1 // all experts are copied in every step
 	}
-	t := &c.sizes[c.tokens]
 	a := c.chosen
 	t.n[a] = min(t.n[a]+1, maxSamples)
 	t.mean[a] += (d.Seconds()/float64(used) - t.mean[a]) / float64(t.n[a])

@@ -223,7 +223,7 @@ func TestAccessFailedSteps(t *testing.T) {
 	}
 }
 
-// TestAccessCPUExperts: with experts on the CPU, auto leaves steps of few tokens to it.
+// TestAccessCPUExperts: with a fraction of the experts on the CPU, auto leaves steps of few tokens to it.
 func TestAccessCPUExperts(t *testing.T) {
 	r := newRig(t, "mixtral", 1, emulated.Options{Virtual: true}, Options{AccessModel: accessModel(2, 1), CPUExperts: host, CPUShare: cpuShare(1)})
 	r.run()
@@ -293,5 +293,27 @@ func TestAccessChooser(t *testing.T) {
 	t.Logf("at most %.2f %% slower, in the first 24 steps of similar ways %.2f %%", 100*(worst-1), 100*(worstFirst-1))
 	if worst > 1.03 || worstFirst > 1.03 {
 		t.Errorf("steps take %.3f times as long as the better way, in the first 24 steps of similar ways %.3f times", worst, worstFirst)
+	}
+}
+
+// TestAccessPredictsCPU: with experts on the CPU, copies take the time in which both bring their parts.
+func TestAccessPredictsCPU(t *testing.T) {
+	m := AccessModel{
+		Experts: 8, TopK: 2, Layers: 10, ExpertBytes: 100e6, Offloaded: 0.5, MemoryRate: 1e15,
+		Host: Link{CopyRate: 50e9, ReadRate: 45e9}, CPURate: 100e9, CPUStart: 100 * time.Microsecond,
+	}
+	missing := m.Missing(1)
+	link := (1 + mispredicted) * missing / 50e9
+	with, _ := m.Predict(1, true, 0)
+	// The CPU has a share of the bytes after which both end together.
+	share := (link - 100e-6) / (link + missing/100e9)
+	if cpu := 100e-6 + share*missing/100e9; math.Abs(cpu-(1-share)*link) > 1e-9 || math.Abs(with.Seconds()-10*cpu) > 1e-6 {
+		t.Errorf("predicted %v with the CPU, want 10 layers of %v s or %v s", with, cpu, (1-share)*link)
+	}
+	m.CPUStart = time.Second
+	late, _ := m.Predict(1, true, 0)
+	m.CPURate = 0
+	if without, _ := m.Predict(1, true, 0); late != without || with >= without {
+		t.Errorf("predicted %v with the CPU, %v if it starts late, %v without", with, late, without)
 	}
 }

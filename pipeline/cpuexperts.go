@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/experts"
@@ -16,7 +17,7 @@ import (
 
 // cpuExperts computes experts on the host, where they lie in its memory. In each layer of an
 // OnDemand step the compute stream copies the router's input to pinned memory, before the router's
-// selection. The host, which waits for the selection, enqueues the GEMMs of its experts on a host
+// selection. The host, which waits for the selection, enqueues its experts on a host
 // stream. The compute stream waits for them when the experts that were fetched instead have run,
 // copies their outputs to the rows where the device's experts write theirs, and combines all.
 //
@@ -35,17 +36,29 @@ type cpuExperts struct {
 	// computed is signaled after each layer's experts, with a value one higher.
 	computed device.Fence
 	value    uint32
-	// begun and ended are recorded around the latest layer's experts; rows are those of each, none
-	// once their time has been read.
-	begun, ended device.Event
-	rows         []int
+	// ended is recorded behind the latest layer's experts; rows are those of each, none once their time
+	// has been read.
+	// decided is when the share had divided that layer.
+	ended   device.Event
+	rows    []int
+	decided time.Duration
 	// pairs are the (token, k) pairs of the layer's experts on the host.
 	pairs []int
+	// gpu computes for the compute stream; mapped is where its kernels read the pinned memory, less
+	// where it lies. inPlace: they can, so they copy outputs: small copies of the copy engine wait for
+	// the experts on the same link.
+	gpu     kernels.Backend
+	mapped  device.Addr
+	inPlace bool
 	// Scratch space of await.
 	dst, src []device.Range
-	up       kernels.ExpertUp
-	down     kernels.ExpertDown
+	ffn      kernels.ExpertFFN
+	copyRows kernels.CopyBlocks
 }
+
+// cpuExpertSpin is how long the thread of the host stream polls for experts of the next layer before it
+// sleeps: longer than attention of a layer takes, and what is between two steps.
+const cpuExpertSpin = 2 * time.Millisecond
 
 // cpuExpertRows is the mean number of rows of experts up to which the host takes part: so few rows
 // take the time of reading weights,
@@ -55,14 +68,15 @@ const cpuExpertRows = 4
 // cpuBuffers are the tensors in pinned memory, for N tokens.
 type cpuBuffers struct {
 	input  kernels.Tensor // [N, H]
-	gateUp kernels.Tensor // [N*K, I]
 	output kernels.Tensor // [N*K, H]
 
 	offsets kernels.Tensor // [E+1] I32
 	order   kernels.Tensor // [N*K] I32
 	slots   kernels.Tensor // [E] U64
 	list    kernels.Tensor // [E] I32
-	bytes   int64
+	// from and to are the addresses of rows of output and of the device's.
+	from, to kernels.Tensor // [N*K] U64
+	bytes    int64
 }
 
 func newCPUBuffers(c *models.Config, act kernels.DType, tokens int, base device.Addr) cpuBuffers {
@@ -73,9 +87,10 @@ func newCPUBuffers(c *models.Config, act kernels.DType, tokens int, base device.
 		return x
 	}
 	pairs := tokens * c.TopK
-	b.input, b.gateUp, b.output = place(act, tokens, c.Hidden), place(act, pairs, c.ExpertWidth), place(act, pairs, c.Hidden)
+	b.input, b.output = place(act, tokens, c.Hidden), place(act, pairs, c.Hidden)
 	b.offsets, b.order = place(kernels.I32, c.Experts+1), place(kernels.I32, pairs)
 	b.slots, b.list = place(kernels.U64, c.Experts), place(kernels.I32, c.Experts)
+	b.from, b.to = place(kernels.U64, pairs), place(kernels.U64, pairs)
 	return b
 }
 
@@ -86,8 +101,12 @@ func newCPUExperts(o *Options) (h *cpuExperts, err error) {
 	if h.memory, err = o.Machine.Alloc(device.Host, bytes, "experts on the CPU, pinned"); err != nil {
 		return h, err
 	}
-	h.buffers = newCPUBuffers(c, act, o.onDemandTokens(c, o.Limits), h.memory.Range(0, bytes).Addr)
-	s, err := o.Machine.NewStream(device.Host, device.StreamOptions{Name: "experts"})
+	base := h.memory.Range(0, bytes)
+	h.buffers = newCPUBuffers(c, act, o.onDemandTokens(c, o.Limits), base.Addr)
+	if at, err := o.Machine.KernelAddr(o.Executors[0].Space, base); err == nil && c.Hidden*act.Size()%copyWord == 0 {
+		h.gpu, h.mapped, h.inPlace = o.Executors[0].Model.Backend(), at-base.Addr, true
+	}
+	s, err := o.Machine.NewStream(device.Host, device.StreamOptions{Name: "experts", Spin: cpuExpertSpin})
 	if err != nil {
 		return h, err
 	}
@@ -95,10 +114,8 @@ func newCPUExperts(o *Options) (h *cpuExperts, err error) {
 	if h.host, ok = s.(device.Executor); !ok {
 		return h, errors.Join(errors.New("host streams of this machine cannot run Go functions"), s.Close())
 	}
-	for _, ev := range []*device.Event{&h.begun, &h.ended} {
-		if *ev, err = o.Machine.NewEvent(); err != nil {
-			return h, err
-		}
+	if h.ended, err = o.Machine.NewEvent(); err != nil {
+		return h, err
 	}
 	if h.computed, err = o.Machine.NewFence("experts on the CPU computed"); err == nil {
 		h.value = h.computed.Value()
@@ -125,22 +142,16 @@ func (h *cpuExperts) enqueue(ids []int32, list []experts.HostExpert) error {
 		return nil
 	}
 	h.writeTables(ids, list)
+	h.decided = h.share.Decided()
 	h.value++
 	b, n := &h.buffers, len(ids)
-	h.up.ExpertGEMM = kernels.ExpertGEMM{
+	h.ffn.ExpertGEMM = kernels.ExpertGEMM{
 		X: b.input.Slice(0, n/h.topK), Offsets: b.offsets, Order: b.order.Slice(0, n), Slots: b.slots, Experts: b.list.Slice(0, len(list)),
-		Layout: h.layout, Out: b.gateUp.Slice(0, n),
+		Layout: h.layout, Out: b.output.Slice(0, n),
 	}
-	h.down.ExpertGEMM = h.up.ExpertGEMM
-	h.down.X, h.down.Out = h.up.Out, b.output.Slice(0, n)
-	if err := h.host.Record(h.begun); err != nil {
+	h.tracer.hostWork(h.host, "")
+	if err := h.backend.Enqueue(h.host, &h.ffn); err != nil {
 		return err
-	}
-	for _, op := range [...]kernels.Op{&h.up, &h.down} {
-		h.tracer.hostWork(h.host, "")
-		if err := h.backend.Enqueue(h.host, op); err != nil {
-			return err
-		}
 	}
 	if err := h.host.Record(h.ended); err != nil {
 		return err
@@ -192,6 +203,12 @@ func (h *cpuExperts) await(x *executor, tokens forward.Span, m *meter) error {
 	}
 	outputs := x.model.ExpertOutputs(tokens)
 	slices.Sort(h.pairs)
+	if h.inPlace {
+		if err := h.copyByKernel(x.stream, &outputs); err != nil {
+			return fmt.Errorf("copy the outputs of experts from the host: %w", err)
+		}
+		return nil
+	}
 	h.dst, h.src = h.dst[:0], h.src[:0]
 	for i := 0; i < len(h.pairs); { // one copy for rows that follow one another
 		first, end := h.pairs[i], h.pairs[i]
@@ -205,6 +222,24 @@ func (h *cpuExperts) await(x *executor, tokens forward.Span, m *meter) error {
 		return fmt.Errorf("copy the outputs of experts from the host: %w", err)
 	}
 	return nil
+}
+
+// copyWord is the unit of kernels.CopyBlocks, in bytes.
+const copyWord = 16
+
+// copyByKernel copies the rows of the layer's pairs to outputs.
+func (h *cpuExperts) copyByKernel(s device.Stream, outputs *kernels.Tensor) error {
+	b, base, n := &h.buffers, h.buffers.input.Addr, len(h.pairs)
+	bytes := int64(outputs.Shape[1] * outputs.DType.Size())
+	from, to := h.memory.Write(int64(b.from.Addr-base), 8*int64(n)), h.memory.Write(int64(b.to.Addr-base), 8*int64(n))
+	for i, pair := range h.pairs {
+		binary.NativeEndian.PutUint64(from[8*i:], uint64(b.output.Addr+h.mapped)+uint64(pair)*uint64(bytes))
+		binary.NativeEndian.PutUint64(to[8*i:], uint64(outputs.Addr)+uint64(pair)*uint64(bytes))
+	}
+	h.copyRows = kernels.CopyBlocks{Src: b.from.Slice(0, n), Dst: b.to.Slice(0, n), BlockBytes: bytes}
+	h.copyRows.Src.Addr += h.mapped
+	h.copyRows.Dst.Addr += h.mapped
+	return h.gpu.Enqueue(s, &h.copyRows)
 }
 
 // fewCopies is the number of copies up to which a batch costs more than it saves.
@@ -225,14 +260,13 @@ func copyAll(s device.Stream, dst, src []device.Range) error {
 	return nil
 }
 
-// measure passes the time of the latest layer's experts, which are done, to the share.
+// measure tells the share when the latest layer's experts were computed, which they are.
 func (h *cpuExperts) measure() {
 	if len(h.rows) == 0 {
 		return
 	}
-	from, err := h.begun.Time()
-	if to, e := h.ended.Time(); err == nil && e == nil {
-		h.share.Measured(&h.layout, h.rows, to-from)
+	if ended, err := h.ended.Time(); err == nil {
+		h.share.Computed(&h.layout, h.rows, ended-h.decided)
 	}
 	h.rows = h.rows[:0]
 }
@@ -256,10 +290,8 @@ func (h *cpuExperts) close() error {
 	if h.host != nil {
 		errs = append(errs, h.host.Close())
 	}
-	for _, ev := range []device.Event{h.begun, h.ended} {
-		if ev != nil {
-			errs = append(errs, ev.Close())
-		}
+	if h.ended != nil {
+		errs = append(errs, h.ended.Close())
 	}
 	if h.computed != nil {
 		errs = append(errs, h.computed.Close())

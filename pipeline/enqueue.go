@@ -204,12 +204,23 @@ func (q *enqueuer) enqueue(ctx context.Context, a Action, f *stepState) (err err
 	case RunResident:
 		return x.runResident(a.Layer, tokens, &f.unrouted, f.meter)
 	case FetchChosen:
-		var ids []int32
-		if ids, err = q.routing.await(ctx, f.routed, f.meter); err == nil {
+		ids := q.routing.ids
+		if !f.shape.CPUExperts { // ComputeOnCPU has not waited for them
+			ids, err = q.routing.await(ctx, f.routed, f.meter)
+		}
+		if err == nil {
 			f.use, err = f.unrouted.FetchChosen(ctx, ids)
 		}
 	case ComputeOnCPU:
-		return q.cpu.enqueue(q.routing.ids, f.use.OnCPU)
+		ids, err := q.routing.await(ctx, f.routed, f.meter)
+		if err != nil {
+			return err
+		}
+		list, err := f.unrouted.ChooseOnCPU(ids)
+		if err != nil {
+			return err
+		}
+		return q.cpu.enqueue(ids, list)
 	case RunFetched:
 		if err := x.runWaves(a.Layer, tokens, f.use.Slots, f.use.Waves, f.meter); err != nil {
 			return err

@@ -61,7 +61,8 @@ type Options struct {
 	// ExpertAccess says how steps of few tokens get at offloaded experts: by copies (OnDemand),
 	// or, up to MaxInPlaceTokens tokens, in place (InPlace), for which the store has tables
 	// (experts.Config.InPlace). AutoAccess chooses by AccessModel and by the times of steps; what is
-	// not known of the model keeps it to copies, and so does CPUExperts, which the model does not know.
+	// not known of the model keeps it to copies, and so does a CPUShare with a fraction, since in place
+	// the CPU computes nothing.
 	ExpertAccess configs.ExpertAccess
 	AccessModel  AccessModel
 	// HostLogits allocates pinned memory for the logits of a step, for Step.Logits. Default:

@@ -224,7 +224,7 @@ func (p *Pipeline) chooseAccess() {
 	o := &p.o
 	c := &p.access
 	c.setting, c.model = o.ExpertAccess, o.AccessModel
-	if c.setting == configs.CopyAccess || !p.plans.anyOffloaded() || c.setting == configs.AutoAccess && (!c.model.Known() || o.CPUExperts != nil) {
+	if c.setting == configs.CopyAccess || !p.plans.anyOffloaded() || c.setting == configs.AutoAccess && (!c.model.Known() || o.CPUShare != nil && !o.CPUShare.Auto()) {
 		return
 	}
 	err := o.Experts.InPlace()

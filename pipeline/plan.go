@@ -47,12 +47,12 @@ const (
 	RoutedExperts
 	// RunResident groups tokens by expert and runs the layer's resident routed experts.
 	RunResident
-	// FetchChosen waits on the host for the ids of RouterToHost, and submits the fetches of
-	// the routed experts that are missing.
-	FetchChosen
-	// ComputeOnCPU starts, on the CPU, those of the layer's routed experts that it computes where
-	// they lie.
+	// ComputeOnCPU waits on the host for the ids of RouterToHost, and starts, on the CPU, those of
+	// the layer's routed experts that it computes where they lie.
 	ComputeOnCPU
+	// FetchChosen waits as ComputeOnCPU does, where that is not in the plan, and submits the fetches
+	// of the other routed experts that are missing.
+	FetchChosen
 	// RunFetched runs the layer's other routed experts, wave by wave, each behind its own
 	// copies, and copies the outputs of the CPU's to the device. Then it combines the outputs of all
 	// and applies the next layer's norm.
@@ -73,7 +73,7 @@ const (
 
 var kindNames = [...]string{
 	"upload", "embed", "resolve", "resolve-on-demand", "prefetch", "page-prefetch", "attention", "project-qkv", "await-attention", "route", "router-to-host", "predict-next",
-	"shared-expert", "routed-experts", "run-resident", "fetch-chosen", "compute-on-cpu", "run-fetched", "release", "prefetch-predicted", "mlp", "feed-forward", "head",
+	"shared-expert", "routed-experts", "run-resident", "compute-on-cpu", "fetch-chosen", "run-fetched", "release", "prefetch-predicted", "mlp", "feed-forward", "head",
 }
 
 func (k Kind) String() string { return kindNames[k] }
@@ -290,11 +290,11 @@ func OnDemand(s Shape) []Action {
 		if next[layer] >= 0 {
 			p = append(p, Action{Kind: PredictNext, Layer: next[layer]})
 		}
-		p = append(s.shared(p, layer), Action{Kind: RunResident, Layer: layer}, Action{Kind: FetchChosen, Layer: layer})
+		p = append(s.shared(p, layer), Action{Kind: RunResident, Layer: layer})
 		if s.CPUExperts {
 			p = append(p, Action{Kind: ComputeOnCPU, Layer: layer})
 		}
-		p = append(p, Action{Kind: RunFetched, Layer: layer}, Action{Kind: Release, Layer: layer})
+		p = append(p, Action{Kind: FetchChosen, Layer: layer}, Action{Kind: RunFetched, Layer: layer}, Action{Kind: Release, Layer: layer})
 		if next[layer] >= 0 {
 			p = append(p, Action{Kind: PrefetchPredicted, Layer: next[layer]})
 		}

@@ -167,7 +167,7 @@ func (o *order) work(name string, s Shape, l, mb int) []Action {
 		}
 		o.in(of(ResolveOnDemand), of(RunResident), of(FetchChosen))
 		if s.CPUExperts {
-			o.in(of(FetchChosen), of(ComputeOnCPU), of(RunFetched))
+			o.in(of(ComputeOnCPU), of(FetchChosen), of(RunFetched))
 		}
 		return []Action{of(RouterToHost), of(RunResident), of(FetchChosen), of(RunFetched)}
 	}

@@ -313,8 +313,9 @@ func TestCPUExperts(t *testing.T) {
 		}
 	}
 	near("the link, with all fetched,", fetched.HostLink, missing/p.Hardware.HostToGPU[0])
-	near("the CPU, with all computed,", computed.CPU, missing/p.Hardware.HostMemoryRate)
-	near("the CPU, with both,", both.CPU, missing/(p.Hardware.HostMemoryRate+p.Hardware.HostToGPU[0]))
+	start := 32 * CPUExpertsStart.Seconds()
+	near("the CPU, with all computed,", computed.CPU, start+missing/p.Hardware.HostMemoryRate)
+	near("the CPU, with both,", both.CPU, (start*p.Hardware.HostMemoryRate+missing)/(p.Hardware.HostMemoryRate+p.Hardware.HostToGPU[0]))
 	near("the link, with both,", both.HostLink, both.CPU)
 	near("the step, with all computed,", computed.Seconds, computed.GPU+computed.CPU+32*p.Hardware.RoundTrip)
 	if fetched.CPU != 0 || computed.HostLink != 0 || both.Seconds > 0.1 || fetched.Seconds < 0.2 {

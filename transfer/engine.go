@@ -415,6 +415,7 @@ func (e *Engine) finish(t *Ticket, err error) {
 	l := e.findLink(t.pair())
 	if err == nil {
 		err = signal(t.done)
+		t.landed = e.o.Machine.Now()
 	}
 	switch {
 	case err == nil && t.req.Skipped():
@@ -422,7 +423,7 @@ func (e *Engine) finish(t *Ticket, err error) {
 		l.stats.Copies++
 		l.stats.Bytes += t.req.Bytes()
 		if e.o.Timed {
-			t.timing.times.Done = e.o.Machine.Now()
+			t.timing.times.Done = t.landed
 		}
 	default:
 		t.err = fmt.Errorf("transfer: %s: %w", t.name(), err)

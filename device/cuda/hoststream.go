@@ -21,6 +21,10 @@ type hostStream struct {
 	name string
 	// yields: the goroutine yields between polls, see minSpinProcs.
 	yields bool
+	// spin is device.StreamOptions.Spin; ran is when the goroutine last ended an operation, if spin is
+	// not 0.
+	spin time.Duration
+	ran  time.Time
 
 	// sleeper is where the goroutine's thread sleeps, freed where it waits for a helper that has taken
 	// the stream. It does not poll there: Go hardly ever takes the processor away from such a loop, and
@@ -95,7 +99,7 @@ type hostOp struct {
 var _ device.Watcher = (*hostStream)(nil)
 
 func (m *Machine) newHostStream(o device.StreamOptions) (device.Stream, error) {
-	s := &hostStream{m: m, name: o.Name, yields: runtime.GOMAXPROCS(0) < minSpinProcs, exited: make(chan struct{}), sides: map[*gpu]*Stream{}, taken: true}
+	s := &hostStream{m: m, name: o.Name, spin: o.Spin, yields: runtime.GOMAXPROCS(0) < minSpinProcs, exited: make(chan struct{}), sides: map[*gpu]*Stream{}, taken: true}
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.closed.Load() {
@@ -310,6 +314,9 @@ func (s *hostStream) runNext() {
 	s.busy = true
 	s.mu.Unlock()
 	s.failed = s.run(&o, s.failed)
+	if s.spin > 0 {
+		s.ran = time.Now()
+	}
 	s.mu.Lock()
 	s.busy = false
 }

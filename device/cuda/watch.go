@@ -187,20 +187,17 @@ func (r *gpuRecording) follows(before *gpuRecording) bool {
 // rest yields or sleeps before the next look. The lock is held on entry and on return, and
 // released in between.
 func (s *hostStream) rest() {
+	if s.spin > 0 && time.Since(s.ran) < s.spin {
+		s.poll()
+		return
+	}
 	if len(s.watches) == 0 {
 		s.sleep(0)
 		return
 	}
 	waited := time.Since(s.changed)
 	if waited < spinFor && s.helpers.Load() == 0 {
-		s.mu.Unlock()
-		defer s.mu.Lock()
-		if s.yields {
-			runtime.Gosched()
-		}
-		for range spinLoads { // the lock is free for those who enqueue
-			s.m.closed.Load()
-		}
+		s.poll()
 		return
 	}
 	if time.Since(s.probed) > probeEvery {
@@ -213,6 +210,19 @@ func (s *hostStream) rest() {
 		return // something may have been enqueued meanwhile
 	}
 	s.sleep(min(watchNap, max(shortNap, waited/napShare)))
+}
+
+// poll yields before the next look. The lock is held on entry and on return, and released in between:
+// it is free for those who enqueue.
+func (s *hostStream) poll() {
+	s.mu.Unlock()
+	defer s.mu.Lock()
+	if s.yields {
+		runtime.Gosched()
+	}
+	for range spinLoads {
+		s.m.closed.Load()
+	}
 }
 
 // Await implements device.Helper.

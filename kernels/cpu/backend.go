@@ -26,10 +26,10 @@ type Options struct {
 // Backend is a kernels.Backend. It may serve any number of streams at once.
 type Backend struct {
 	*pool
-	closed atomic.Bool
-	decls  sync.Pool // *kernels.Decl
-	jobs   [22]sync.Pool
-	draws  sync.Pool // *draws
+	shut  atomic.Bool
+	decls sync.Pool // *kernels.Decl
+	jobs  [23]sync.Pool
+	draws sync.Pool // *draws
 }
 
 var _ kernels.Backend = (*Backend)(nil)
@@ -54,7 +54,7 @@ func (b *Backend) ActivationDType() kernels.DType { return kernels.F32 }
 
 // Close ends the goroutines. No work may be outstanding.
 func (b *Backend) Close() error {
-	if b.closed.Swap(true) {
+	if b.shut.Swap(true) {
 		return fmt.Errorf("cpu: close: %w", device.ErrClosed)
 	}
 	b.close()
@@ -63,7 +63,7 @@ func (b *Backend) Close() error {
 
 // Enqueue implements kernels.Backend. s must be a device.Executor.
 func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
-	if b.closed.Load() {
+	if b.shut.Load() {
 		return fmt.Errorf("cpu: %s: %w", op.Name(), device.ErrClosed)
 	}
 	e, ok := s.(device.Executor)
@@ -93,12 +93,12 @@ func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
 	case *kernels.SortByExpert:
 		return enqueue(b, e, 8, op, o, (*Backend).group, act{})
 	case *kernels.ExpertUp:
-		if err := checkLayout(o.Name(), o.Layout); err != nil {
+		if err := kernels.CheckRowMajor("cpu", o.Name(), o.Layout); err != nil {
 			return err
 		}
 		return enqueue(b, e, 9, op, o, (*Backend).expertUp, act{})
 	case *kernels.ExpertDown:
-		if err := checkLayout(o.Name(), o.Layout); err != nil {
+		if err := kernels.CheckRowMajor("cpu", o.Name(), o.Layout); err != nil {
 			return err
 		}
 		return enqueue(b, e, 10, op, o, (*Backend).expertDown, act{})
@@ -124,12 +124,19 @@ func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
 		return enqueue(b, e, 21, op, o, (*Backend).mask, act{})
 	case *kernels.CopyBlocks:
 		return enqueue(b, e, 20, op, o, (*Backend).copyBlocks, act{})
+	case *kernels.ExpertFFN:
+		if o.Layout.Tag != kernels.Tiles || !o.Layout.Tileable() {
+			if err := kernels.CheckRowMajor("cpu", o.Name(), o.Layout); err != nil {
+				return err
+			}
+		}
+		return enqueue(b, e, 22, op, o, (*Backend).expertFFN, act{})
 	}
 	return fmt.Errorf("cpu: %s: operation of unknown type %T", op.Name(), op)
 }
 
 // act is a tensor of the activation type; Check verifies that the others match it. AppendKV,
-// Attention, ExpertUp and ExpertDown, which also serve GPUs, accept 16-bit activations as well.
+// Attention and the operations of experts, which also serve GPUs, accept 16-bit activations as well.
 type act struct {
 	name string
 	t    *kernels.Tensor
@@ -172,14 +179,6 @@ func enqueue[T any](b *Backend, s device.Executor, kind int, op kernels.Op, args
 // ExpertLayout implements kernels.Backend.
 func (b *Backend) ExpertLayout(s kernels.ExpertShape) (kernels.ExpertLayout, error) {
 	return kernels.RowMajorLayout("cpu", s)
-}
-
-// checkLayout accepts the layouts of GPUs, too, whose experts may be in host memory.
-func checkLayout(op string, l kernels.ExpertLayout) error {
-	if l.Tag == kernels.Tiles && l.Tileable() {
-		return nil
-	}
-	return kernels.CheckRowMajor("cpu", op, l)
 }
 
 // PackExpert implements kernels.Backend.

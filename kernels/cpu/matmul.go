@@ -344,35 +344,13 @@ func (b *Backend) expertUp(o *kernels.ExpertUp, access device.Access) error {
 	if err != nil || len(found) == 0 {
 		return err
 	}
-	k := o.Order.Shape[0] / o.X.Shape[0]
-	w1 := matrix{dtype: o.Layout.DType, rows: o.Layout.Intermediate, columns: o.Layout.Hidden}
+	k, matrix := o.Order.Shape[0]/o.X.Shape[0], matrixBytes(o.Layout)
 	for _, s := range found {
-		access.Read(device.Range{Addr: s.extent, Bytes: 2 * int64(w1.bytes())})
+		access.Read(device.Range{Addr: s.extent, Bytes: 2 * matrix})
 	}
-	token := func(p, _ int) int { return p / k }
-	declareRows(access.Read, &o.X, found, token)
+	declareRows(access.Read, &o.X, found, func(p, _ int) int { return p / k })
 	declareRows(access.Write, &o.Out, found, func(_, place int) int { return place })
-	if o.Layout.Tag == kernels.Tiles {
-		b.expertUpTiled(o, found)
-		return nil
-	}
-	x, scratch := b.widened(&o.X, found, token)
-	defer b.release(scratch)
-	products := make([]gemm, len(found))
-	for i, s := range found {
-		w1, w3 := w1, w1
-		w1.addr, w3.addr = s.extent, s.extent+device.Addr(w1.bytes())
-		products[i] = gemm{
-			w: w1, v: w3, n: len(s.pairs),
-			in: func(r int) device.Addr { return rowAddr(&x, int(s.pairs[r])/k) },
-			out: func(r, first int, gate, up []float32) {
-				n := b.set.padded(len(gate))
-				b.set.siluMul(gate[:n], gate[:n], up[:n])
-				store(&o.Out, s.first+r, first, gate)
-			},
-		}
-	}
-	b.runGEMMs(products)
+	b.up(&o.ExpertGEMM, found, &o.Out)
 	return nil
 }
 
@@ -381,22 +359,74 @@ func (b *Backend) expertDown(o *kernels.ExpertDown, access device.Access) error 
 	if err != nil || len(found) == 0 {
 		return err
 	}
-	w2 := matrix{dtype: o.Layout.DType, rows: o.Layout.Hidden, columns: o.Layout.Intermediate}
+	matrix := matrixBytes(o.Layout)
 	for _, s := range found {
-		access.Read(device.Range{Addr: s.extent + device.Addr(2*w2.bytes()), Bytes: int64(w2.bytes())})
+		access.Read(device.Range{Addr: s.extent + device.Addr(2*matrix), Bytes: matrix})
 	}
-	inOrder := func(_, place int) int { return place }
-	declareRows(access.Read, &o.X, found, inOrder)
+	declareRows(access.Read, &o.X, found, func(_, place int) int { return place })
+	declareRows(access.Write, &o.Out, found, func(p, _ int) int { return p })
+	b.down(&o.ExpertGEMM, found, &o.X)
+	return nil
+}
+
+func (b *Backend) expertFFN(o *kernels.ExpertFFN, access device.Access) error {
+	found, err := listedPairs(o.Name(), &o.ExpertGEMM)
+	if err != nil || len(found) == 0 {
+		return err
+	}
+	k, matrix := o.Order.Shape[0]/o.X.Shape[0], matrixBytes(o.Layout)
+	for _, s := range found {
+		access.Read(device.Range{Addr: s.extent, Bytes: 3 * matrix})
+	}
+	declareRows(access.Read, &o.X, found, func(p, _ int) int { return p / k })
 	declareRows(access.Write, &o.Out, found, func(p, _ int) int { return p })
 	if o.Layout.Tag == kernels.Tiles {
-		b.expertDownTiled(o, found)
+		b.tiledExperts(o, found)
 		return nil
 	}
-	x, scratch := b.widened(&o.X, found, inOrder)
+	scratch := b.floats(o.Order.Shape[0] * o.Layout.Intermediate)
+	defer b.release(scratch)
+	between := kernels.New(addrOf(*scratch), o.X.DType, o.Order.Shape[0], o.Layout.Intermediate)
+	b.up(&o.ExpertGEMM, found, &between)
+	b.down(&o.ExpertGEMM, found, &between)
+	return nil
+}
+
+// matrixBytes is the size of one of an expert's three matrices.
+func matrixBytes(l kernels.ExpertLayout) int64 {
+	return int64(l.Hidden) * int64(l.Intermediate) * int64(l.DType.Size())
+}
+
+// up computes the gate/up projection of row-major experts, with the rows of X of tokens.
+func (b *Backend) up(o *kernels.ExpertGEMM, found []expertPairs, out *kernels.Tensor) {
+	k := o.Order.Shape[0] / o.X.Shape[0]
+	x, scratch := b.widened(&o.X, found, func(p, _ int) int { return p / k })
 	defer b.release(scratch)
 	products := make([]gemm, len(found))
 	for i, s := range found {
-		w2 := w2
+		w1 := matrix{addr: s.extent, dtype: o.Layout.DType, rows: o.Layout.Intermediate, columns: o.Layout.Hidden}
+		w3 := w1
+		w3.addr += device.Addr(w1.bytes())
+		products[i] = gemm{
+			w: w1, v: w3, n: len(s.pairs),
+			in: func(r int) device.Addr { return rowAddr(&x, int(s.pairs[r])/k) },
+			out: func(r, first int, gate, up []float32) {
+				n := b.set.padded(len(gate))
+				b.set.siluMul(gate[:n], gate[:n], up[:n])
+				store(out, s.first+r, first, gate)
+			},
+		}
+	}
+	b.runGEMMs(products)
+}
+
+// down computes the down projection of row-major experts: in has a row for each pair.
+func (b *Backend) down(o *kernels.ExpertGEMM, found []expertPairs, in *kernels.Tensor) {
+	x, scratch := b.widened(in, found, func(_, place int) int { return place })
+	defer b.release(scratch)
+	products := make([]gemm, len(found))
+	for i, s := range found {
+		w2 := matrix{dtype: o.Layout.DType, rows: o.Layout.Hidden, columns: o.Layout.Intermediate}
 		w2.addr = s.extent + device.Addr(2*w2.bytes())
 		products[i] = gemm{
 			w: w2, n: len(s.pairs),
@@ -407,5 +437,11 @@ func (b *Backend) expertDown(o *kernels.ExpertDown, access device.Access) error 
 		}
 	}
 	b.runGEMMs(products)
-	return nil
+}
+
+// store rounds values to the type of a tensor of rank 2, into a row of it, from a column on.
+func store(t *kernels.Tensor, row, column int, values []float32) {
+	size := t.DType.Size()
+	a := t.Addr + device.Addr(size*(row*t.Stride[0]+column))
+	kernels.FromFloat32(at[byte](a, size*len(values)), values, t.DType)
 }

@@ -57,7 +57,12 @@ func (b *Backend) widened(t *kernels.Tensor, found []expertPairs, index func(pai
 			b.set.load((*scratch)[i*columns:][:columns], t.Addr+device.Addr(t.DType.Size()*i*t.Stride[0]), t.DType)
 		}
 	}
-	return kernels.New(device.Addr(uintptr(unsafe.Pointer(unsafe.SliceData(*scratch)))), kernels.F32, t.Shape[0], columns), scratch
+	return kernels.New(addrOf(*scratch), kernels.F32, t.Shape[0], columns), scratch
+}
+
+// addrOf is the address of scratch memory, which the caller keeps alive.
+func addrOf(scratch []float32) device.Addr {
+	return device.Addr(uintptr(unsafe.Pointer(unsafe.SliceData(scratch))))
 }
 
 // load converts len(dst) weights of type t at address a to float32.

@@ -1,18 +1,24 @@
 package cpu
 
 import (
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
 )
 
 // pool is a fixed set of goroutines that help the callers of parallel. Several goroutines may
-// call it at once.
+// call it at once; helpers then join the call that began last.
 type pool struct {
 	set     *instructions
 	threads int
 	spin    time.Duration
-	regions chan *region
+	// latest is the loop that was begun last, or nil once it has ended.
+	latest atomic.Pointer[region]
+	closed atomic.Bool
+	// asleep is how many helpers receive from wake, or will.
+	asleep  atomic.Int32
+	wake    chan struct{}
 	workers sync.WaitGroup
 	scratch sync.Pool // *[]float32
 	tile    sync.Pool // *scratch
@@ -29,10 +35,10 @@ type region struct {
 }
 
 func newPool(threads int, s *instructions, spin time.Duration) *pool {
-	p := &pool{set: s, threads: threads, spin: spin, regions: make(chan *region, threads)}
+	p := &pool{set: s, threads: threads, spin: spin, wake: make(chan struct{}, threads)}
 	for range threads - 1 {
 		p.workers.Go(func() {
-			for r := p.next(); r != nil; r = p.next() {
+			for r := p.join(); r != nil; r = p.join() {
 				r.work()
 			}
 		})
@@ -40,28 +46,50 @@ func newPool(threads int, s *instructions, spin time.Duration) *pool {
 	return p
 }
 
-// next waits for a region; nil: the pool is closed. It polls for a while before it sleeps.
-func (p *pool) next() *region {
-	if p.spin > 0 {
-		for start := time.Now(); time.Since(start) < p.spin; {
-			select {
-			case r := <-p.regions:
-				return r
-			default:
+const (
+	// pauses between two looks of a goroutine that polls: about 0.1 us.
+	pauses = 3
+	// looks after which it reads the clock, or lets others run.
+	looks = 64
+)
+
+// join waits for a loop that has parts left; nil: the pool is closed. It polls for a while before
+// it sleeps.
+func (p *pool) join() *region {
+	for {
+		for start := time.Now(); ; {
+			for range looks {
+				if r := p.latest.Load(); r != nil && r.next.Load() < r.parts {
+					return r
+				}
+				pause(pauses)
+			}
+			if p.closed.Load() {
+				return nil
+			}
+			if p.spin == 0 || time.Since(start) > p.spin {
+				break
 			}
 		}
+		// A loop that is begun from here on is seen, or sends.
+		p.asleep.Add(1)
+		if r := p.latest.Load(); (r == nil || r.next.Load() >= r.parts) && !p.closed.Load() {
+			<-p.wake
+		}
+		p.asleep.Add(-1)
 	}
-	return <-p.regions
 }
 
 // close ends the goroutines; no call of parallel may be in progress.
 func (p *pool) close() {
-	close(p.regions)
+	p.closed.Store(true)
+	close(p.wake)
 	p.workers.Wait()
 }
 
 // parallel calls body for each part in [0, parts), on up to threads goroutines including the
-// caller's, and returns when all parts have ended.
+// caller's, and returns when all parts have ended. Parts begin in their order, so body may wait for
+// parts before its own.
 func (p *pool) parallel(parts int, body func(part int)) {
 	helpers := min(p.threads, parts) - 1
 	if helpers <= 0 {
@@ -71,17 +99,20 @@ func (p *pool) parallel(parts int, body func(part int)) {
 		return
 	}
 	r := &region{body: body, parts: int64(parts), done: make(chan struct{})}
-offer:
-	for range helpers {
+	p.latest.Store(r)
+wake:
+	for range min(helpers, int(p.asleep.Load())) {
 		select {
-		case p.regions <- r:
-		default: // all are busy with other regions: continue without
-			break offer
+		case p.wake <- struct{}{}:
+		default: // all have been woken already
+			break wake
 		}
 	}
 	r.work()
+	p.latest.CompareAndSwap(r, nil)
 	if p.spin > 0 {
 		for start := time.Now(); r.ended.Load() < r.parts && time.Since(start) < p.spin; {
+			pause(pauses)
 		}
 	}
 	<-r.done
@@ -96,6 +127,15 @@ func (r *region) work() {
 		r.body(int(i))
 		if r.ended.Add(1) == r.parts {
 			close(r.done)
+		}
+	}
+}
+
+// waitFor waits until a counter, which running goroutines advance, has reached n.
+func waitFor(counter *atomic.Int32, n int) {
+	for i := 1; counter.Load() < int32(n); i++ {
+		if pause(pauses); i%looks == 0 {
+			runtime.Gosched()
 		}
 	}
 }

@@ -236,6 +236,20 @@ DATA expTerm6<>+56(SB)/4, $0x3ab6887e
 DATA expTerm6<>+60(SB)/4, $0x3ab6887e
 GLOBL expTerm6<>(SB), RODATA|NOPTR, $64
 
+// func pause(n int)
+TEXT ·pause(SB), NOSPLIT, $0-8
+	MOVQ  n+0(FP), AX
+	TESTQ AX, AX
+	JZ    pause_end
+
+pause:
+	PAUSE
+	DECQ AX
+	JNZ  pause
+
+pause_end:
+	RET
+
 // func tileAVX2(sums []float32, x []float32, w []float32)
 // Requires: AVX, AVX2, FMA3
 TEXT ·tileAVX2(SB), NOSPLIT, $0-72

@@ -2,6 +2,11 @@
 
 package cpu
 
+// pause tells the processor n times that a goroutine polls.
+//
+//go:noescape
+func pause(n int)
+
 // tileAVX2 adds to sums[6 r + c] the product of row r of x and row c of w: 2
 // and 6 rows, packed, of len(w) / 6 elements, a multiple of 8. A sum's lanes
 // take every 8th element each, in order, fused, and are added up at the end.

@@ -1,6 +1,8 @@
 package cpu
 
 import (
+	"sync/atomic"
+
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels"
 )
@@ -10,6 +12,8 @@ import (
 // memory: it is read from one end to the other. Sums are in memory too, lane by lane, small enough
 // for the first cache. With few rows of x the time is that of reading weights, on whatever
 // processor: multiplying pairs of bf16 by one instruction would save nothing.
+//
+// All experts of an operation are one parallel loop, so that threads start and end together once.
 
 const (
 	tileTurns = 8 // weight rows of a block: one of each swizzle
@@ -23,87 +27,179 @@ const (
 	// in the first cache.
 	maxBlocks = 32
 	// partsPerThread is the number of parts that a thread should have at least, so that all end
-	// at about the same time.
-	partsPerThread = 4
+	// at about the same time. Small parts read only some KiB of memory at a stretch.
+	partsPerThread = 2
 )
-
-// tiledGEMM is X Wᵀ for the units of one expert: those of w1 and w3, or of w2.
-type tiledGEMM struct {
-	w            device.Addr
-	units, inner int
-	// x has n rows of inner elements, each followed by tilePad elements, which keep rows from
-	// falling into the same sets of a cache.
-	x []float32
-	n int
-	// out receives the sums of blocks [first, first+blocks) of a unit, [weight row][row of x].
-	out func(unit, first, blocks int, sums []float32)
-}
 
 const tilePad = 16
 
-// newTiled returns a GEMM with rows of x converted to float32, in scratch memory that the caller
-// releases.
-func (b *Backend) newTiled(w device.Addr, units, inner, n int, row func(r int) device.Addr, t kernels.DType) (tiledGEMM, *[]float32) {
-	scratch := b.floats(n * (inner + tilePad))
-	for r := range n {
-		b.set.load((*scratch)[r*(inner+tilePad):][:inner], row(r), t)
+// tiledExperts computes experts in the layout kernels.Tiles.
+func (b *Backend) tiledExperts(o *kernels.ExpertFFN, found []expertPairs) {
+	l, rows, most := o.Layout, 0, 0
+	experts := make([]tiledExpert, len(found))
+	for i, s := range found {
+		experts[i] = tiledExpert{expertPairs: s, row: rows}
+		rows += len(s.pairs)
+		most = max(most, len(s.pairs))
 	}
-	return tiledGEMM{w: w, units: units, inner: inner, x: *scratch, n: n}, scratch
+	x, between := b.floats(rows*(l.Hidden+tilePad)), b.floats(rows*(l.Intermediate+tilePad))
+	defer b.release(x)
+	defer b.release(between)
+	t := &tiledLoop{
+		pool: b.pool, o: o, experts: experts, x: *x, between: *between, multiply: b.set.tilesBF16,
+		up:   b.divideUnits(2*l.Intermediate/kernels.TileRows, len(found), most),
+		down: b.divideUnits(l.Hidden/kernels.TileRows, len(found), most),
+	}
+	if l.DType == kernels.F16 {
+		t.multiply = b.set.tilesF16
+	}
+	b.parallel(len(found)*(1+t.up.parts+t.down.parts), t.part)
 }
 
-// runTiled runs GEMMs, with their parts in parallel.
-func (b *Backend) runTiled(t kernels.DType, products []tiledGEMM) {
-	units, rows := 0, 0
-	for i := range products {
-		units += products[i].units
-		rows = max(rows, products[i].n)
-	}
+// tiledLoop is the parallel loop over all parts of experts: first those that convert their rows of X
+// to float32, then those of their gate/up projections, then those of their down projections. A part
+// waits for those parts of its expert that it needs, which precede it: others compute them already.
+type tiledLoop struct {
+	pool    *pool
+	o       *kernels.ExpertFFN
+	experts []tiledExpert
+	// x and between have a row for each pair, in the experts' order, of Hidden and of Intermediate
+	// elements, each followed by tilePad elements, which keep rows from falling into the same sets
+	// of a cache.
+	x, between []float32
+	up, down   division
+	multiply   func(sums, x *float32, stride int, w uintptr, rows, blocks, steps int)
+}
+
+// tiledExpert is one expert of a loop, of which row is the first among all pairs' rows.
+type tiledExpert struct {
+	expertPairs
+	row int
+	// converted is 1 once its rows of X are; ups counts its parts of the gate/up projection that
+	// have ended.
+	converted, ups atomic.Int32
+}
+
+// division of an expert's units into parts.
+type division struct {
+	// parts of an expert, of so many blocks of a unit each.
+	parts, blocks int
+}
+
+// divideUnits divides units of each of some experts with at most so many rows.
+func (b *Backend) divideUnits(units, experts, rows int) division {
 	const all = kernels.TileRows / tileTurns
 	blocks := all
-	for blocks > minBlocks && (units*all/blocks < partsPerThread*b.threads || blocks*min(rows, tiledRows) > maxBlocks) {
+	for blocks > minBlocks && (experts*units*all/blocks < partsPerThread*b.threads || blocks*min(rows, tiledRows) > maxBlocks) {
 		blocks /= 2
 	}
-	parts := all / blocks // of a unit
-	multiply := b.set.tilesBF16
-	if t == kernels.F16 {
-		multiply = b.set.tilesF16
-	}
-	b.parallel(units*parts, func(part int) {
-		p, unit := &products[0], part/parts
-		for i := 1; unit >= p.units; i++ {
-			unit -= p.units
-			p = &products[i]
-		}
-		scratch := b.tiles()
-		defer b.releaseTile(scratch)
-		p.part(b.set, multiply, scratch, unit, part%parts*blocks, blocks)
-	})
+	return division{parts: units * all / blocks, blocks: blocks}
 }
 
-// part computes some blocks of a unit.
-func (p *tiledGEMM) part(s *instructions, multiply func(sums, x *float32, stride int, w uintptr, rows, blocks, steps int), scratch *scratch, unit, first, blocks int) {
-	weightRows := blocks * tileTurns
-	steps, stride := p.inner/kernels.TileColumns, p.inner+tilePad
-	w := uintptr(p.w) + uintptr(unit*steps*tileBytes+first*tileTurns*kernels.TileRowBytes)
-	lanes, sums := scratch.sums[0][:weightRows*min(tiledRows, p.n)*s.lanes], scratch.tiled(weightRows*p.n)
+// part runs one part.
+func (t *tiledLoop) part(part int) {
+	if part < len(t.experts) {
+		e := &t.experts[part]
+		t.convert(e)
+		e.converted.Store(1)
+		return
+	}
+	part -= len(t.experts)
+	if n := len(t.experts) * t.up.parts; part >= n {
+		part -= n
+		e := &t.experts[part/t.down.parts]
+		waitFor(&e.ups, t.up.parts)
+		t.downPart(e, part%t.down.parts)
+		return
+	}
+	e := &t.experts[part/t.up.parts]
+	waitFor(&e.converted, 1)
+	t.upPart(e, part%t.up.parts)
+	e.ups.Add(1)
+}
+
+// convert widens an expert's rows of X.
+func (t *tiledLoop) convert(e *tiledExpert) {
+	x := &t.o.X
+	k, size, stride := t.o.Order.Shape[0]/x.Shape[0], x.DType.Size(), t.o.Layout.Hidden+tilePad
+	for r, pair := range e.pairs {
+		from := x.Addr + device.Addr(size*(int(pair)/k)*x.Stride[0])
+		t.pool.set.load(t.x[(e.row+r)*stride:][:t.o.Layout.Hidden], from, x.DType)
+	}
+}
+
+// upPart computes w1's and w3's products of one part, and what the down projection gets.
+func (t *tiledLoop) upPart(e *tiledExpert, part int) {
+	l, s := t.o.Layout, t.pool.tiles()
+	defer t.pool.releaseTile(s)
+	blocks := t.up.blocks
+	sums := t.sums(s, e, t.x, e.extent, l.Hidden, part, blocks)
+	// Rows of w1 and w3 alternate by eight.
+	n, column := blocks*tileTurns/2, part*blocks*tileTurns/2
+	var gate, up [kernels.TileRows/2 + maxLanes]float32
+	for r := range e.pairs {
+		from, rows := sums.of(r)
+		for block := range blocks / 2 {
+			for j := range tileTurns {
+				gate[block*tileTurns+j] = from[(2*block*tileTurns+j)*rows]
+				up[block*tileTurns+j] = from[((2*block+1)*tileTurns+j)*rows]
+			}
+		}
+		whole := t.pool.set.padded(n)
+		t.pool.set.siluMul(gate[:whole], gate[:whole], up[:whole])
+		out := t.between[(e.row+r)*(l.Intermediate+tilePad)+column:][:n]
+		roundTo(out, gate[:n], t.o.X.DType)
+	}
+}
+
+// downPart computes w2's products of one part.
+func (t *tiledLoop) downPart(e *tiledExpert, part int) {
+	l, s := t.o.Layout, t.pool.tiles()
+	defer t.pool.releaseTile(s)
+	w2 := e.extent + device.Addr(2*matrixBytes(l))
+	sums := t.sums(s, e, t.between, w2, l.Intermediate, part, t.down.blocks)
+	n := t.down.blocks * tileTurns
+	var out [kernels.TileRows]float32
+	for r, pair := range e.pairs {
+		from, rows := sums.of(r)
+		for j := range n {
+			out[j] = from[kernels.TilePlace(kernels.W2, j)*rows]
+		}
+		store(&t.o.Out, int(pair), part*n, out[:n])
+	}
+}
+
+// tiledSums are the sums of a part: for each group of tiledRows rows of x, [weight row][row].
+type tiledSums struct {
+	sums             []float32
+	weightRows, rows int
+}
+
+// of returns the sums of row r of x, which begin there and are rows apart.
+func (s *tiledSums) of(r int) (from []float32, rows int) {
+	group := r / tiledRows * tiledRows
+	return s.sums[s.weightRows*group+r-group:], min(tiledRows, s.rows-group)
+}
+
+// sums multiplies an expert's rows of x, of inner elements each, with some blocks of its units at w.
+func (t *tiledLoop) sums(scratch *scratch, e *tiledExpert, x []float32, w device.Addr, inner, part, blocks int) tiledSums {
+	const all = kernels.TileRows / tileTurns
+	set, n := t.pool.set, len(e.pairs)
+	steps, stride, weightRows := inner/kernels.TileColumns, inner+tilePad, blocks*tileTurns
+	unit, first := part*blocks/all, part*blocks%all
+	at := uintptr(w) + uintptr(unit*steps*tileBytes+first*tileTurns*kernels.TileRowBytes)
+	lanes, sums := scratch.sums[0][:weightRows*min(tiledRows, n)*set.lanes], scratch.tiled(weightRows*n)
 	clear(lanes)
 	clear(sums)
-	for k := 0; k < p.inner; k += s.chunk {
-		n := min(s.chunk, p.inner-k) / kernels.TileColumns
-		for r := 0; r < p.n; r += tiledRows {
-			rows := min(tiledRows, p.n-r)
-			multiply(&lanes[0], &p.x[r*stride+k], 4*stride, w+uintptr(k/kernels.TileColumns*tileBytes), rows, blocks, n)
-			s.addTiles(&sums[weightRows*r], &lanes[0], weightRows*rows)
+	for k := 0; k < inner; k += set.chunk {
+		tiles := min(set.chunk, inner-k) / kernels.TileColumns
+		for r := 0; r < n; r += tiledRows {
+			rows := min(tiledRows, n-r)
+			t.multiply(&lanes[0], &x[(e.row+r)*stride+k], 4*stride, at+uintptr(k/kernels.TileColumns*tileBytes), rows, blocks, tiles)
+			set.addTiles(&sums[weightRows*r], &lanes[0], weightRows*rows)
 		}
 	}
-	p.out(unit, first, blocks, sums)
-}
-
-// sumOf returns where a part's sums have weight row j and row r of x.
-func (p *tiledGEMM) sumOf(weightRows, j, r int) int {
-	group := r / tiledRows * tiledRows
-	rows := min(tiledRows, p.n-group)
-	return weightRows*group + j*rows + r - group
+	return tiledSums{sums: sums, weightRows: weightRows, rows: n}
 }
 
 // tiled returns scratch for n sums.
@@ -114,65 +210,13 @@ func (s *scratch) tiled(n int) []float32 {
 	return s.rowsOf(n)
 }
 
-// expertUpTiled is expertUp in the layout kernels.Tiles.
-func (b *Backend) expertUpTiled(o *kernels.ExpertUp, found []expertPairs) {
-	k, size := o.Order.Shape[0]/o.X.Shape[0], o.X.DType.Size()
-	products := make([]tiledGEMM, len(found))
-	for i := range found {
-		s := &found[i]
-		p, scratch := b.newTiled(s.extent, 2*o.Layout.Intermediate/kernels.TileRows, o.Layout.Hidden, len(s.pairs), func(r int) device.Addr {
-			return o.X.Addr + device.Addr(size*(int(s.pairs[r])/k)*o.X.Stride[0])
-		}, o.X.DType)
-		defer b.release(scratch)
-		p.out = func(unit, first, blocks int, sums []float32) {
-			var gate, up [kernels.TileRows/2 + maxLanes]float32
-			rows := blocks * tileTurns
-			n := rows / 2
-			for r := range s.pairs {
-				for j := range n {
-					at := j/tileTurns*2*tileTurns + j%tileTurns // w1's row, which w3's follows
-					gate[j], up[j] = sums[products[i].sumOf(rows, at, r)], sums[products[i].sumOf(rows, at+tileTurns, r)]
-				}
-				whole := b.set.padded(n)
-				b.set.siluMul(gate[:whole], gate[:whole], up[:whole])
-				column := (unit*kernels.TileRows + first*tileTurns) / 2
-				store(&o.Out, s.first+r, column, gate[:n])
-			}
-		}
-		products[i] = p
+// roundTo sets to to values rounded to a type.
+func roundTo(to, values []float32, t kernels.DType) {
+	if t == kernels.F32 {
+		copy(to, values)
+		return
 	}
-	b.runTiled(o.Layout.DType, products)
-}
-
-// expertDownTiled is expertDown in the layout kernels.Tiles.
-func (b *Backend) expertDownTiled(o *kernels.ExpertDown, found []expertPairs) {
-	l, size := o.Layout, o.X.DType.Size()
-	products := make([]tiledGEMM, len(found))
-	for i := range found {
-		s := &found[i]
-		w2 := s.extent + device.Addr(2*l.Hidden*l.Intermediate*l.DType.Size())
-		p, scratch := b.newTiled(w2, l.Hidden/kernels.TileRows, l.Intermediate, len(s.pairs), func(r int) device.Addr {
-			return o.X.Addr + device.Addr(size*(s.first+r)*o.X.Stride[0])
-		}, o.X.DType)
-		defer b.release(scratch)
-		p.out = func(unit, first, blocks int, sums []float32) {
-			var out [kernels.TileRows]float32
-			rows := blocks * tileTurns
-			for r, pair := range s.pairs {
-				for j := range rows {
-					out[j] = sums[products[i].sumOf(rows, kernels.TilePlace(kernels.W2, j), r)]
-				}
-				store(&o.Out, int(pair), unit*kernels.TileRows+first*tileTurns, out[:rows])
-			}
-		}
-		products[i] = p
-	}
-	b.runTiled(l.DType, products)
-}
-
-// store rounds values to the type of a tensor of rank 2, into a row of it, from a column on.
-func store(t *kernels.Tensor, row, column int, values []float32) {
-	size := t.DType.Size()
-	a := t.Addr + device.Addr(size*(row*t.Stride[0]+column))
-	kernels.FromFloat32(at[byte](a, size*len(values)), values, t.DType)
+	var data [2 * kernels.TileRows]byte
+	kernels.FromFloat32(data[:2*len(values)], values, t)
+	kernels.ToFloat32(to, data[:2*len(values)], t)
 }

@@ -210,22 +210,31 @@ func (d *Devices) Host() kernels.Backend {
 	return d.host
 }
 
-// cpuSpin is longer than the time between the experts of two layers of small models.
-const cpuSpin = 300 * time.Microsecond
+// cpuSpin is how long threads that compute experts poll for those of the next layer before they sleep:
+// longer than attention of a layer takes, and what is between two steps. Waking them would take as
+// long as some experts of small models.
+const cpuSpin = 2 * time.Millisecond
 
-// CPUExperts returns a backend for experts on the CPU and the number of its threads. Beside a GPU it
-// leaves some of the machine's cores to the threads that feed the GPU.
-func (d *Devices) CPUExperts() (_ kernels.Backend, threads int) {
-	threads = runtime.GOMAXPROCS(0)
+// CPUThreads is the number of threads of CPUExperts. Beside a GPU some of the machine's cores are left
+// to the threads that feed the GPU.
+func (d *Devices) CPUThreads() int {
+	threads := runtime.GOMAXPROCS(0)
 	if _, ok := d.Backend.(*cpu.Backend); ok {
-		return d.Backend, threads
+		return threads
 	}
-	threads = max(1, threads-max(1, threads/8))
+	return max(1, threads-max(1, threads*3/16))
+}
+
+// CPUExperts returns a backend for experts on the CPU.
+func (d *Devices) CPUExperts() kernels.Backend {
+	if _, ok := d.Backend.(*cpu.Backend); ok {
+		return d.Backend
+	}
 	if d.experts == nil {
-		d.experts = cpu.New(cpu.Options{Threads: threads, Spin: cpuSpin})
+		d.experts = cpu.New(cpu.Options{Threads: d.CPUThreads(), Spin: cpuSpin})
 		d.closers = append(d.closers, d.experts.Close)
 	}
-	return d.experts, threads
+	return d.experts
 }
 
 // Cast returns the type that the backend wants weights of a type converted to; nil: no

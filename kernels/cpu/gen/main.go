@@ -37,6 +37,7 @@ type isa struct {
 
 func main() {
 	constants()
+	pause()
 	for _, v := range []isa{
 		{"AVX2", 32, 2, build.YMM},
 		{"AVX512", 64, 4, build.ZMM},
@@ -725,6 +726,14 @@ func (v isa) read() {
 		build.ADDQ(operand.U32(block*v.bytes), p)
 	}, block*v.bytes)
 	end()
+}
+
+func pause() {
+	build.TEXT("pause", attr.NOSPLIT, "func(n int)")
+	build.Pragma("noescape")
+	build.Doc("pause tells the processor n times that a goroutine polls.")
+	loop("pause", load("n"), func() { build.PAUSE() })
+	build.RET()
 }
 
 func (v isa) multiplyAdds() {

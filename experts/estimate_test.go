@@ -1,0 +1,186 @@
+package experts
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"testing"
+	"time"
+)
+
+// TestEstimate: measurements bring the assumed coefficients to the true ones, as far as they tell them.
+func TestEstimate(t *testing.T) {
+	r := rand.New(rand.NewPCG(1, 2))
+	vary := func() [terms]float64 {
+		n := 1 + r.IntN(12)
+		return [terms]float64{1, float64(n), float64(r.IntN(3 * n))}
+	}
+	same := func() [terms]float64 { return [terms]float64{1, 4, 2} }
+	for _, c := range []struct {
+		what              string
+		assumed, truth    [terms]float64
+		quantities        func() [terms]float64
+		noise, stragglers float64 // relative deviation; share of times that are 50 times as long
+		known             bool    // each coefficient, not only the time
+		off               float64
+	}{
+		{"as assumed", [terms]float64{1, 2, 3}, [terms]float64{1, 2, 3}, vary, 0, 0, true, 1e-9},
+		{"faster", [terms]float64{100, 500, 90}, [terms]float64{50, 130, 8}, vary, 0, 0, true, 0.06},
+		{"slower", [terms]float64{20, 30, 3}, [terms]float64{300, 400, 100}, vary, 0, 0, true, 0.04},
+		{"noise", [terms]float64{100, 500, 90}, [terms]float64{200, 130, 30}, vary, 0.1, 0, false, 0.03},
+		{"stragglers", [terms]float64{100, 150, 10}, [terms]float64{200, 130, 30}, vary, 0.05, 0.01, false, 0.06},
+		{"always the same experts", [terms]float64{100, 500, 90}, [terms]float64{200, 130, 30}, same, 0, 0, false, 0.01},
+		{"a term that the time does not have", [terms]float64{40, 18, 0}, [terms]float64{90, 20, 0}, vary, 0, 0, true, 0.04},
+		{"no time for rows", [terms]float64{40, 18, 5}, [terms]float64{90, 20, 0}, vary, 0, 0, false, 0.02},
+	} {
+		var e estimate
+		for range 2000 {
+			x := c.quantities()
+			seconds := sum(c.truth, x) * (1 + c.noise*r.NormFloat64())
+			if r.Float64() < c.stragglers {
+				seconds *= 50
+			}
+			e.add(c.assumed, x, seconds)
+		}
+		e.add(c.assumed, [terms]float64{1, 1, 1}, 0) // of a clock that did not advance: ignored
+		got := e.coefficients(c.assumed)
+		for i := range got {
+			if got[i] < 0 || c.known && math.Abs(got[i]-c.truth[i]) > c.off*(c.truth[i]+1e-12) {
+				t.Errorf("%s: estimated %v, want %v", c.what, got, c.truth)
+			}
+		}
+		for range 20 {
+			x := c.quantities()
+			if a, b := sum(got, x), sum(c.truth, x); math.Abs(a-b) > c.off*b+1e-9 {
+				t.Errorf("%s: %v takes %v, estimated %v", c.what, x, b, a)
+			}
+		}
+	}
+}
+
+// hostTimes are a host's true times of a layer: of the CPU, and of the link in seconds and bytes per
+// second. While both work, the CPU takes slowed times as long.
+type hostTimes struct {
+	cpu    CPUTime
+	start  float64
+	rate   float64
+	slowed float64
+}
+
+func (h hostTimes) layer(list []candidate, n int) (cpu, link float64) {
+	var rows []int
+	for _, c := range list[:n] {
+		rows = append(rows, c.rows)
+	}
+	if n > 0 {
+		cpu = sum(h.cpu.terms(), quantities(rows))
+	}
+	if n < len(list) {
+		link = h.start + float64(int64(len(list)-n)*mixtralExpert.Size)/h.rate
+		cpu *= h.slowed
+	}
+	return cpu, link
+}
+
+// simulate lets shares divide layers of a host, and returns the seconds of the layers behind the
+// first, with each share and with the best division of each layer; changed applies from the middle on.
+func simulate(layers, first, missing int, before, after hostTimes, auto *CPUShare) (seconds map[string]float64) {
+	r := rand.New(rand.NewPCG(3, 4))
+	seconds = map[string]float64{}
+	now := time.Duration(0)
+	for i := range layers {
+		h := before
+		if i >= layers/2 {
+			h = after
+		}
+		var list []candidate
+		for range missing - missing/2 + r.IntN(missing/2*2+1) {
+			list = append(list, candidate{expert: len(list), rows: 1 + r.IntN(2), left: mixtralExpert.Size})
+		}
+		forCPU(list)
+		n, _ := auto.divide(&mixtralExpert, hostLink{bytesPerSecond: 50e9}, list, now)
+		cpu, link := h.layer(list, n)
+		noise := func(s float64) time.Duration {
+			return time.Duration(s * (1 + 0.05*r.NormFloat64()) * float64(time.Second))
+		}
+		if n > 0 {
+			var rows []int
+			for _, c := range list[:n] {
+				rows = append(rows, c.rows)
+			}
+			auto.Computed(&mixtralExpert, rows, noise(cpu))
+		}
+		if n < len(list) {
+			auto.arrived(int64(len(list)-n)*mixtralExpert.Size, now+noise(link))
+		}
+		now += time.Second
+		if i < first || i >= layers/2 && i < layers/2+first {
+			continue
+		}
+		seconds["auto"] += max(cpu, link)
+		best := math.Inf(1)
+		for n := range len(list) + 1 {
+			best = min(best, max(h.layer(list, n)))
+		}
+		seconds["best"] += best
+		for tenths := range 11 {
+			seconds[fmt.Sprint("fraction ", float64(tenths)/10)] += max(h.layer(list, int(math.Round(float64(tenths)/10*float64(len(list))))))
+		}
+	}
+	return seconds
+}
+
+// TestShareConverges: on hosts with other times than assumed, and that change, auto is at most 3 %
+// slower than any fixed fraction, none and all included, and at most 5 % than the best division of each
+// layer.
+func TestShareConverges(t *testing.T) {
+	x := float64(mixtralExpert.Size)
+	slow := func(h hostTimes) hostTimes { h.cpu.Expert *= 4; return h }
+	hosts := map[string]hostTimes{
+		"as assumed":               {CPUTime{50e-6, x / 90e9, 0.2e-3}, 40e-6, 50e9, 1},
+		"a long start":             {CPUTime{5e-3, x / 120e9, 0.1e-3}, 40e-6, 50e9, 1},
+		"a long start of the link": {CPUTime{100e-6, x / 60e9, 0}, 6e-3, 55e9, 1},
+		"a fast CPU":               {CPUTime{20e-6, x / 400e9, 0}, 20e-6, 25e9, 1},
+		"a slow CPU":               {CPUTime{50e-6, x / 8e9, 1e-3}, 40e-6, 55e9, 1},
+		"a very slow CPU":          {CPUTime{50e-6, x / 1e9, 1e-3}, 40e-6, 55e9, 1},
+		"a common memory":          {CPUTime{50e-6, x / 110e9, 0.1e-3}, 40e-6, 50e9, 1.3},
+	}
+	for name, h := range hosts {
+		for _, missing := range []int{1, 2, 4, 13} {
+			for what, after := range map[string]hostTimes{"": h, ", then slower": slow(h)} {
+				auto := NewCPUShare(AutoCPUShare, serverCPU)
+				seconds := simulate(12000, 2000, missing, h, after, auto)
+				for other, s := range seconds {
+					limit := 1.03
+					if other == "best" {
+						limit = 1.05
+					}
+					if seconds["auto"] > limit*s {
+						t.Errorf("%s%s, about %d experts: auto takes %.3f s, %s %.3f s", name, what, missing, seconds["auto"], other, s)
+					}
+				}
+			}
+		}
+	}
+}
+
+// TestShareExplores: a CPU that gets nothing is tried now and then, and gets experts once it is fast.
+func TestShareExplores(t *testing.T) {
+	auto := NewCPUShare(AutoCPUShare, CPURate{BytesPerSecond: 10e9, FlopsPerSecond: 1e12})
+	list := []candidate{{0, 1, mixtralExpert.Size}, {1, 1, mixtralExpert.Size}}
+	link := hostLink{bytesPerSecond: 50e9}
+	computed := 0
+	for range 60000 {
+		n, _ := auto.divide(&mixtralExpert, link, list, 0)
+		if n > 0 {
+			computed++
+			auto.Computed(&mixtralExpert, []int{1, 1}[:n], time.Duration(n)*3*time.Millisecond)
+		}
+		if n < 2 {
+			auto.arrived(int64(2-n)*mixtralExpert.Size, time.Duration(2-n)*7*time.Millisecond)
+		}
+	}
+	if n, _ := auto.divide(&mixtralExpert, link, list, 0); n == 0 || computed < 1000 {
+		t.Errorf("a CPU that is faster than assumed got %d experts lately, in %d layers", n, computed)
+	}
+}
