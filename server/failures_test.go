@@ -235,8 +235,8 @@ func TestRoutes(t *testing.T) {
 	}{
 		{"GET", "/x", "", nil, 404, "unknown_url", "GET /x."},
 		{"POST", "/v1/embeddings", body, key, 404, "unknown_url", "Unknown request URL: POST /v1/embeddings. This server does not do embeddings."},
-		{"GET", "/v1/responses/resp_1", "", key, 404, "unknown_url", "Responses API; use /v1/chat/completions"},
-		{"POST", "/v1/messages", body, nil, 404, "unknown_url", "Messages API"},
+		{"GET", "/v1/responses/resp_1", "", key, 404, "unknown_url", "This server does not store responses."},
+		{"POST", "/v1/messages/batches", body, nil, 404, "unknown_url", "does not do batches"},
 		{"POST", "/chat/completions", body, nil, 404, "unknown_url", "ends with /v1"},
 		{"POST", "/v1/v1/completions", body, nil, 404, "unknown_url", "ends with one /v1"},
 		{"GET", "/v1/completions/", "", key, 404, "unknown_url", ""},
