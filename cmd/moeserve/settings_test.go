@@ -65,6 +65,8 @@ func others(k configs.Key) [3]string {
 		return [3]string{"1GiB", "7MB", "512MiB"}
 	case strings.HasPrefix(k.Name, "harvest-") && k.Placeholder == "TIME":
 		return [3]string{"20ms", "30ms", "40ms"}
+	case k.Name == "max-itl":
+		return [3]string{"off", "30ms", "0.05"}
 	case k.Name == "migration-limit":
 		return [3]string{"0", "1GiB/s", "7GB/s"}
 	case k.Numbers != nil:
