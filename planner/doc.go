@@ -2,17 +2,18 @@
 // policy of the highest throughput that fits: batch, micro-batches, where attention runs,
 // how many experts are resident, and over which links the others are fetched.
 //
-// It is arithmetic on shapes and rates. A step on the GPU is a sum of phases, each at its
-// own bound, bytes / memory bandwidth or flops / GEMM rate; copies, CPU attention and the
+// It is arithmetic on shapes and rates. A step on the GPU is a sum of phases. Each takes what
+// kernels were measured to reach (Compute), or where the hardware has none of that its own bound,
+// bytes / memory bandwidth or flops / GEMM rate; copies, CPU attention and the
 // GPU overlap, so that a step takes as long as the busiest of them. On-demand fetches, which
 // wait for the router, overlap with nothing.
 //
 // # What it is not
 //
 // It does no input or output, measures nothing and starts nothing: Hardware comes
-// from a profile or from measurements, Model and Sizes from the caller. It predicts
-// what the hardware allows, not what kernels reach of it: launches, skewed routing and
-// contention for host memory between CPU and links are not modeled.
+// from a profile or from measurements, Model and Sizes from the caller. Without a Compute it
+// predicts what the hardware allows, not what kernels reach of it. Skewed routing, unless it was
+// counted (Routing), and contention for host memory between CPU and links are not modeled.
 //
 // # Parts
 //
@@ -20,6 +21,8 @@
 //     turns an offload fraction and a tier into a placement, MostResident is the number
 //     of experts that fit, SaturationPoint the fraction up to which copies are fully
 //     overlapped. Policies can be written as JSON; ParsePolicy reads them.
+//   - Compute is what the engine reaches on a GPU; package eval/compute fits it to measured steps,
+//     whose parts are Model.Terms.
 //   - Rooflines gives the minimum time of a decode step, for tables beside measurements.
 //
 // # Terms

@@ -27,7 +27,7 @@ func TestBenchKernels(t *testing.T) {
 		}
 		return stdout
 	}
-	table := run("bench", "kernels", "--emulate", devices, "--repetitions", "2", "--calibrate", file("here.json"), "--json", file("kernels.json"), "--csv", file("kernels.csv"))
+	table := run("bench", "kernels", "--emulate", devices, "--repetitions", "1", "--calibrate", file("here.json"), "--json", file("kernels.json"), "--csv", file("kernels.csv"))
 	var r compute.Result
 	readJSON(t, file("kernels.json"), &r)
 	if r.Fitted.Median > 0.05 || len(r.Points) < 50 || !strings.Contains(table, "experts: rows of one expert") {
@@ -41,7 +41,8 @@ func TestBenchKernels(t *testing.T) {
 	if h.Compute == nil || !strings.HasPrefix(h.Sources["compute"], eval.EmulatedBy+"kernels: ") {
 		t.Fatalf("%+v", h)
 	}
-	run("bench", "sweep", "--emulate", devices, "--hardware", file("here.json"), "--input-len", "40", "--num-prompts", "64", "--fractions", "0,0.5,1", "--trials", "1", "--warmup-tokens", "4", "--json", file("sweep.json"))
+	// Steps no larger than those that were measured.
+	run("bench", "sweep", "--emulate", devices, "--hardware", file("here.json"), "--input-len", "40", "--num-prompts", "64", "--max-num-batched-tokens", "256", "--fractions", "0,0.5,1", "--trials", "1", "--warmup-tokens", "4", "--json", file("sweep.json"))
 	text := run("bench", "predict", file("sweep.json"), "--json", file("predicted.json"))
 	var p eval.Predictions
 	readJSON(t, file("predicted.json"), &p)
