@@ -242,7 +242,14 @@ func (r *rig) step(group ...*HostBatch) []Batch {
 		}
 		check(r.t, m.Combine(s, layer, Span{Rows: rows}))
 	}
-	for i := range batches {
+	for i, h := range group {
+		if h.Masked() {
+			data := make([]byte, MaskUploadBytes(m.Config, m.Limits, 1))
+			up := r.alloc(device.HBM(0), int64(len(data)))
+			n, err := h.PackMasks(data, up.Range(0, 1).Addr, &batches[i])
+			check(r.t, err)
+			check(r.t, r.upload(up.Range(0, n), data[:n]))
+		}
 		check(r.t, m.Head(s, &batches[i]))
 	}
 	return batches

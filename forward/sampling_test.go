@@ -185,6 +185,76 @@ func TestHeadDraws(t *testing.T) {
 	}
 }
 
+// allowing is a mask of some tokens.
+type allowing []int32
+
+func (a allowing) Allowed(dst []uint32) {
+	clear(dst)
+	for _, id := range a {
+		dst[id/32] |= 1 << (id % 32)
+	}
+}
+
+// Head samples only tokens that a row's mask allows, before penalties too, with log-probabilities of these alone; other rows
+// are as without.
+func TestHeadMasks(t *testing.T) {
+	c, src, _ := fixture(t, "phimoe")
+	r := newRig(t, c, src)
+	ids := make([]int32, 12)
+	for i := range ids {
+		ids[i] = int32((5*i + 2) % c.Vocab)
+	}
+	plain, _ := r.run(ids, 0, r.long(len(ids)), 8)
+	h := NewHostBatch(c, r.model.Limits)
+	row, err := h.Append(&Sequence{IDs: ids, Blocks: []int32{2, 0, 1}, Long: r.long(len(ids))})
+	check(t, err)
+	allowed := func(i int) allowing { return allowing{int32(i), int32(40 + i), int32(c.Vocab - 1)} }
+	for i := range ids {
+		d := SamplingParams{Position: int32(i + 1), LogProbs: true}
+		if i%3 > 0 {
+			d.Mask = allowed(i)
+		}
+		if i%3 == 2 { // the likeliest of the allowed ones is banned
+			d.Adjust = []TokenAdjust{{ID: best(plain[i*c.Vocab:], allowed(i)), Seen: -1, Bias: float32(math.Inf(-1))}}
+		}
+		_, err := h.Sample(row+i, &d)
+		check(t, err)
+	}
+	b := r.step(&h)[0]
+	probs, _, _ := r.model.LogProbs(b.Sampling.Span)
+	got := r.floats(probs)
+	for i, id := range int32s(r.download(r.model.Sampled(b.Sampling.Span))) {
+		logits := plain[i*c.Vocab:][:c.Vocab]
+		of := byLogit(logits)
+		if i%3 > 0 {
+			of = allowed(i)
+		}
+		left := of
+		if i%3 == 2 {
+			first := best(logits, of)
+			left = slices.DeleteFunc(slices.Clone(of), func(id int32) bool { return id == first })
+		}
+		if want := best(logits, left); id != want {
+			t.Errorf("row %d samples %d, want %d of %v", i, id, want, left)
+		}
+		var sum float64
+		for _, id := range of {
+			sum += math.Exp(float64(logits[id]))
+		}
+		if want := float64(logits[id]) - math.Log(sum); math.Abs(float64(got[i])-want) > 1e-4 {
+			t.Errorf("row %d: log-probability %g, want %g", i, got[i], want)
+		}
+	}
+	if _, err := h.PackMasks(make([]byte, 64), 256, &b); err == nil {
+		t.Error("masks are packed into too small a buffer")
+	}
+}
+
+// best is the likeliest of some ids.
+func best(logits []float32, ids []int32) int32 {
+	return slices.MaxFunc(ids, func(i, j int32) int { return cmp.Compare(logits[i], logits[j]) })
+}
+
 // byLogit are the ids by falling logit.
 func byLogit(logits []float32) []int32 {
 	ids := make([]int32, len(logits))

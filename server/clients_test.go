@@ -103,6 +103,8 @@ func memberBody(m server.Member, value string) (path, body, param string) {
 		body, path, param = `{"max_output_tokens": 1, "input": "1+2=", "text": {"format": {"type": "text"}`+pair+`}}`, responsesPath, "text."+m.Name
 	case "stream_options":
 		body, param = chatBody("1+2=", `, "stream": true, "stream_options": {"include_usage": false`+pair+`}`), "stream_options."+m.Name
+	case "structured_outputs":
+		body, param = chatBody("1+2=", `, "max_tokens": 2, "structured_outputs": {"regex": "a+"`+pair+`}`), "structured_outputs."+m.Name
 	case "messages[]":
 		body, param = `{"messages": [{"role": "user", "content": "1+2="`+pair+`}]}`, "messages[0]."+m.Name
 	case "messages[].content[]":
