@@ -349,8 +349,9 @@ type promptArgs struct {
 	minRows    int32     // 436
 	maxRows    int32     // 440
 	chunks     int32     // 444
-	scale      float32   // 448
-	_          [60]byte
+	joins      int32     // 448
+	scale      float32   // 452
+	_          [56]byte
 }
 
 // routeArgs has the layout of route_args in src/route.cu: 64 bytes, fields at these.

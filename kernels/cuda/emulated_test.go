@@ -417,12 +417,13 @@ func TestEmulated(t *testing.T) {
 		invariant       bool
 		hopper          bool
 		only            string
+		weights         []kernels.DType // of matrices; default: all
 	}{
-		{"bf16", kernels.BF16, 1, true, false, ""},
-		{"f16", kernels.F16, 132, false, false, ""},
-		{"bf16-sm_90a", kernels.BF16, 1, true, true, ""},
-		{"f16-sm_90a", kernels.F16, 132, true, true, ""},
-		{"bf16-sm_90a-attention", kernels.BF16, 7, false, true, "attention"},
+		{"bf16", kernels.BF16, 1, true, false, "", nil},
+		{"f16", kernels.F16, 132, false, false, "", []kernels.DType{kernels.F16}},
+		{"bf16-sm_90a", kernels.BF16, 1, true, true, "", []kernels.DType{kernels.BF16, kernels.F32}},
+		{"f16-sm_90a", kernels.F16, 132, true, true, "", []kernels.DType{kernels.F16}},
+		{"bf16-sm_90a-attention", kernels.BF16, 7, false, true, "attention", nil},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
@@ -432,7 +433,7 @@ func TestEmulated(t *testing.T) {
 				r := b.run.(*simtRunner)
 				r.work = b.work.Range(0, min(b.work.Bytes(), 1<<16))
 				return m, overlapping{b, r}, s
-			}, kernelstest.Options{BatchInvariant: c.invariant, Full: *full, Seed: *seed, Only: c.only})
+			}, kernelstest.Options{BatchInvariant: c.invariant, Full: *full, Seed: *seed, Only: c.only, Weights: c.weights})
 		})
 	}
 }

@@ -52,7 +52,8 @@ func tokenRows(t *kernels.Tensor) int {
 }
 
 // prompt enqueues attention on Hopper's tensor cores, for sequences with at least minRows tokens
-// in the step. The results do not depend on whether long sequences with few tokens are split.
+// in the step. With Options.BatchInvariant the results do not depend on whether long sequences with
+// few tokens are split.
 func (l *streamState) prompt(o *kernels.Attention, minRows int) error {
 	sequences, heads, kvHeads, tokens := o.ContextLens.Shape[0], o.Q.Shape[1], o.CacheK.Shape[2], o.CacheK.Shape[1]
 	group := heads / kvHeads
@@ -65,7 +66,7 @@ func (l *streamState) prompt(o *kernels.Attention, minRows int) error {
 		kRows: int32(tokenRows(&o.CacheK)), vRows: int32(tokenRows(&o.CacheV)),
 		sequences: int32(sequences), heads: int32(heads), group: int32(group),
 		shift: int32(bits.TrailingZeros(uint(tokens))), blocks: int32(o.CacheK.Shape[0]), box: int32(min(tokens, promptTile)),
-		window: int32(min(o.Window, math.MaxInt32)), minRows: int32(minRows), maxRows: math.MaxInt32, scale: float32(float64(o.Scale) * math.Log2E),
+		window: int32(min(o.Window, math.MaxInt32)), minRows: int32(minRows), maxRows: math.MaxInt32, joins: b2i(l.b.o.BatchInvariant), scale: float32(float64(o.Scale) * math.Log2E),
 	}
 	for i, t := range [...]*kernels.Tensor{&o.CacheK, &o.CacheV} {
 		l.tiles = tileMap{t.Addr, tokenRows(t), (kvHeads-1)*t.Stride[2] + promptHead, t.Stride[1], int(a.box)}

@@ -74,9 +74,12 @@ func (c *promptCase) attention(x *bench, pool device.Range, q, out *kernels.Tens
 
 // use has the backend compute attention by a unit.
 func (c *promptCase) use(b *Backend) {
-	b.hopper = c.Kernel == "prompt.cu"
-	b.o.BatchInvariant = b.hopper // else few tokens are attention.cu's
+	b.hopper = c.Kernel != "attention.cu"
+	b.o.BatchInvariant = c.Kernel == "prompt.cu" // else few tokens are attention.cu's
 }
+
+// oneSoftmax is prompt.cu without BatchInvariant: of many tokens only.
+const oneSoftmax = "prompt.cu, one softmax"
 
 // measurePrompts times cases, at least three times each and for budget seconds, and reading of
 // readRows rows of 8 KiB.
@@ -154,12 +157,12 @@ func promptCases() (cases []promptCase) {
 				cases = append(cases, c)
 			}
 		}
-		add(1, 4*k, 4*k, "prompt.cu", "attention.cu")
-		add(1, 16*k, 16*k, "prompt.cu", "attention.cu")
-		add(1, 32*k, 32*k, "prompt.cu")
-		add(1, 128*k, 128*k, "prompt.cu")
-		add(1, 8*k, 32*k, "prompt.cu")
-		add(1, 8*k, 128*k, "prompt.cu")
+		add(1, 4*k, 4*k, "prompt.cu", oneSoftmax, "attention.cu")
+		add(1, 16*k, 16*k, "prompt.cu", oneSoftmax, "attention.cu")
+		add(1, 32*k, 32*k, "prompt.cu", oneSoftmax)
+		add(1, 128*k, 128*k, "prompt.cu", oneSoftmax)
+		add(1, 8*k, 32*k, "prompt.cu", oneSoftmax)
+		add(1, 8*k, 128*k, "prompt.cu", oneSoftmax)
 		for _, context := range []int{32 * k, 128 * k} {
 			for _, sequences := range []int{1, 8, 32} {
 				add(sequences, 1, context, "attention.cu", "prompt.cu")
@@ -186,7 +189,8 @@ func TestMeasurePrompts(t *testing.T) {
 }
 
 // testPrompts holds attention by prompt.cu to that by attention.cu, but for rounding, and to its own
-// bits for a prompt in steps of other sizes, among other sequences, and for tokens one by one.
+// bits for a prompt in steps of other sizes, among other sequences, and, with BatchInvariant, for
+// tokens one by one.
 func testPrompts(t *testing.T, m device.Machine, b *Backend, s device.Stream, c promptCase, window int) {
 	x := &bench{TB: t, m: m, b: b, s: s, random: rand.New(rand.NewPCG(1, 2)), exponent: 7}
 	defer x.free()
@@ -226,17 +230,16 @@ func testPrompts(t *testing.T, m device.Machine, b *Backend, s device.Stream, c 
 	c.Kernel = "attention.cu"
 	c.use(b)
 	other := run(op)
-	c.Kernel = "prompt.cu"
-	c.use(b)
-	want := run(op)
-	var sum, difference float64
-	for i := 0; i < len(want); i += 2 {
-		v := float64(kernels.FromBF16(uint16(other[i]) | uint16(other[i+1])<<8))
-		d := float64(kernels.FromBF16(uint16(want[i])|uint16(want[i+1])<<8)) - v
-		sum, difference = sum+v*v, difference+d*d
-	}
-	if got := math.Sqrt(difference / sum); !(got < 5e-3) {
-		t.Errorf("%+v, window %d: prompt.cu differs from attention.cu by %g of the norm", c, window, got)
+	near := func(got []byte) {
+		var sum, difference float64
+		for i := 0; i < len(got); i += 2 {
+			v := float64(kernels.FromBF16(uint16(other[i]) | uint16(other[i+1])<<8))
+			d := float64(kernels.FromBF16(uint16(got[i])|uint16(got[i+1])<<8)) - v
+			sum, difference = sum+v*v, difference+d*d
+		}
+		if off := math.Sqrt(difference / sum); !(off < 5e-3) {
+			t.Errorf("%+v, window %d: it differs from attention.cu by %g of the norm", c, window, off)
+		}
 	}
 
 	// part is the tokens from to to of a sequence.
@@ -248,12 +251,27 @@ func testPrompts(t *testing.T, m device.Machine, b *Backend, s device.Stream, c 
 		return &p
 	}
 	row := c.Heads * promptHead * 2
+	var want []byte
 	check := func(sequence, from, to int, got []byte, what string) {
 		at, n := (sequence*c.Tokens+from)*row, (to-from)*row
 		if !bytes.Equal(got[at:at+n], want[at:at+n]) {
 			t.Errorf("%+v, window %d: tokens %d to %d of sequence %d have other bits %s", c, window, from, to, sequence, what)
 		}
 	}
+	if c.Tokens >= 2*queriesPerWarp {
+		c.Kernel = oneSoftmax
+		c.use(b)
+		want = run(op)
+		near(want)
+		half := c.Tokens / 2
+		for i := range c.Sequences {
+			check(i, 0, c.Tokens, run(part(i, 0, half), part(i, half, c.Tokens)), "in halves")
+		}
+	}
+	c.Kernel = "prompt.cu"
+	c.use(b)
+	want = run(op)
+	near(want)
 	for i := range c.Sequences {
 		var parts []*kernels.Attention
 		for from := 0; from < c.Tokens; {

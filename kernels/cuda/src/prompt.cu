@@ -8,13 +8,13 @@
 // While the tensor cores multiply weights and values of a tile, a warpgroup computes the softmax
 // of the next. Probabilities stay in registers, as operand A.
 //
-// The softmax is online inside chunks of positions, and chunks are joined in ascending order
-// (FlashAttention-3, https://arxiv.org/abs/2407.08608, has no chunks). They are small at first, so
-// that a short context makes enough of them, and large from position 4096 on, so that a long one has
-// few partial results. Positions that a query does not attend to leave its state unchanged, bit for
-// bit. So a token's result depends only on the positions it attends to: neither on its tile, nor on
-// how its prompt was cut, nor on whether its chunks are items of their own (split) and are joined by
-// prompt_join.
+// The softmax is online, as in FlashAttention-3 (https://arxiv.org/abs/2407.08608): over all positions
+// or (joins) inside chunks of positions, which are then joined in ascending order. Chunks are small
+// at first, so that a short context makes enough of them, and large from position 4096 on, so that a
+// long one has few partial results. Positions that a query does not attend to leave its state
+// unchanged, bit for bit. So a token's result depends only on the positions it attends to: neither on
+// its tile nor on how its prompt was cut, and with joins not even on whether its chunks are items of
+// their own (split) and are joined by prompt_join.
 
 struct prompt_args {
   tensor_map k, v;         // rows of both: tokens of the cache, of all its KV heads; tiles of box of them
@@ -29,6 +29,7 @@ struct prompt_args {
   int window;              // 0: all
   int min_rows, max_rows;  // this launch computes the sequences with that many tokens in the step
   int chunks;              // split: chunks of a sequence at most; else 0
+  int joins;               // the softmax is online inside chunks, which are joined; 0: over all positions of an item
   float scale;             // multiplied by log2(e)
 };
 
@@ -472,7 +473,7 @@ struct prompt {
       if (turns) pass_turn(1 - group);
       wgmma_wait<1>(score);
       release(keys);
-      next_chunk = starts_chunk(tile);
+      next_chunk = a.joins != 0 && starts_chunk(tile);
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         row_max[h] = s.row_max[h], sum[h] = s.sum[h];

@@ -294,6 +294,7 @@
   FIELD(prompt_args, min_rows) \
   FIELD(prompt_args, max_rows) \
   FIELD(prompt_args, chunks) \
+  FIELD(prompt_args, joins) \
   FIELD(prompt_args, scale) \
   STRUCT(route_args) \
   FIELD(route_args, logits) \
