@@ -384,3 +384,22 @@ func TestFormatsRefuse(t *testing.T) {
 		t.Errorf("with the key: %d %s", res.status, res.body)
 	}
 }
+
+// The id that a body gives is that of the response.
+func TestRequestIDInBody(t *testing.T) {
+	h := start(t, options{})
+	for _, c := range []struct{ path, body, id string }{
+		{completionsPath, `{"prompt": "1+2=", "max_tokens": 1`, "cmpl-mine"},
+		{chatPath, `{"messages": [{"role": "user", "content": "1+2="}], "max_tokens": 1`, "chatcmpl-mine"},
+		{messagesPath, `{"messages": [{"role": "user", "content": "1+2="}], "max_tokens": 1`, "msg_mine"},
+		{responsesPath, `{"input": "1+2=", "max_output_tokens": 1`, "resp_mine"},
+	} {
+		a := h.send(http.MethodPost, c.path, c.body+`, "request_id": "mine"}`)
+		if got := decode[map[string]any](t, a.body)["id"]; got != c.id || a.header.Get("X-Request-Id") != "mine" {
+			t.Errorf("%s: %v, %s", c.path, got, a.header.Get("X-Request-Id"))
+		}
+		if a := h.send(http.MethodPost, c.path, c.body+`, "request_id": "a b"}`); a.status != http.StatusBadRequest {
+			t.Errorf("%s: %d %s", c.path, a.status, a.body)
+		}
+	}
+}

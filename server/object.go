@@ -62,12 +62,12 @@ func parseBody(body []byte) *object {
 	return o
 }
 
-// modelName is the member that names the model, before it is read; empty where it names none.
-func (o *object) modelName() (name string) {
-	if raw := o.members["model"]; kindOf(raw) == "a string" {
-		_ = json.Unmarshal(raw, &name) // what cannot be read is refused when it is
+// peek is a member that is a text, before it is read; empty where there is none.
+func (o *object) peek(member string) (text string) {
+	if raw := o.members[member]; kindOf(raw) == "a string" {
+		_ = json.Unmarshal(raw, &text) // what cannot be read is refused when it is
 	}
-	return name
+	return text
 }
 
 // parse fills the members from data, which is a part of a body that parseBody has checked; what

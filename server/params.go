@@ -13,10 +13,10 @@ import (
 
 // common has the parameters that completions and chats share.
 type common struct {
-	model, requestID string
-	cacheSalt        string
-	priority         int
-	params           engine.Params
+	model     string
+	cacheSalt string
+	priority  int
+	params    engine.Params
 	// maxTokens may be allThatFits; maxTokensParam is the member that set it, empty if the body has none.
 	maxTokens      int
 	maxTokensParam string
@@ -83,7 +83,10 @@ func parseCommon(o *object, m *Model) common {
 // parseIdentity parses for which model a request is, and how it stands to others.
 func parseIdentity(o *object, c *common) {
 	o.text("model", &c.model)
-	o.text("request_id", &c.requestID)
+	var requestID string // which prepare has used
+	if o.text("request_id", &requestID) && !goodID.MatchString(requestID) {
+		o.fail("request_id", "invalid_value", "Invalid value for 'request_id': it must be 1 to 64 letters, digits, dots, dashes and underscores.")
+	}
 	parseCacheSalt(o, c)
 	o.integer("priority", &c.priority)
 }

@@ -9,6 +9,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/google/go-cmp/cmp"
+
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/server"
 	"github.com/moeserve/moeserve/tools/fixtures"
@@ -119,6 +121,29 @@ func TestPromptLogProbs(t *testing.T) {
 			if !strings.HasPrefix(prompt[l.TextOffset[k]:], token) {
 				t.Errorf("token %q at %d of %q", token, l.TextOffset[k], prompt)
 			}
+		}
+	}
+
+	// A stream begins with what a whole response begins with.
+	for _, most := range []int{0, 2} {
+		body := fmt.Sprintf(`{"prompt": "one two three", "echo": true, "logprobs": 1, "max_tokens": %d, "ignore_eos": true, "temperature": 0`, most)
+		var whole, sum echoed
+		h.ok(t, "/v1/completions", body+`}`, &whole)
+		for i, e := range h.events("/v1/completions", body+`, "stream": true}`) {
+			c := decode[echoed](t, e).Choices[0]
+			if i == 0 {
+				sum.Choices = append(sum.Choices, c)
+				continue
+			}
+			all := &sum.Choices[0]
+			all.Text, all.FinishReason = all.Text+c.Text, c.FinishReason
+			all.LogProbs.Tokens = append(all.LogProbs.Tokens, c.LogProbs.Tokens...)
+			all.LogProbs.TokenLogProbs = append(all.LogProbs.TokenLogProbs, c.LogProbs.TokenLogProbs...)
+			all.LogProbs.TopLogProbs = append(all.LogProbs.TopLogProbs, c.LogProbs.TopLogProbs...)
+			all.LogProbs.TextOffset = append(all.LogProbs.TextOffset, c.LogProbs.TextOffset...)
+		}
+		if d := cmp.Diff(whole.Choices, sum.Choices); d != "" {
+			t.Errorf("streamed, %d tokens: %s", most, d)
 		}
 	}
 

@@ -588,7 +588,11 @@ func (s *Server) prepare(w *response, r *http.Request, do func(ctx context.Conte
 	if ctx.Err() != nil {
 		return asError(ctx, ctx.Err(), "")
 	}
-	return do(ctx, m.named(o.modelName()), o)
+	if id := o.peek("request_id"); goodID.MatchString(id) {
+		w.id = id
+		w.Header().Set("X-Request-Id", id)
+	}
+	return do(ctx, m.named(o.peek("model")), o)
 }
 
 // prepared ends the use of a body.
