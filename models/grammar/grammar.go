@@ -215,7 +215,7 @@ func (g *Grammar) maskAlone(n int32) *nodeMask {
 }
 
 // warmWalks is how many masks that take a walk through all of the vocabulary Warm computes, at about 2 ms each.
-const warmWalks = 64
+const warmWalks = 48
 
 // Warm computes masks that take long, some 0.1 s of them, so that no step waits for these, and the first one.
 func (g *Grammar) Warm() {
@@ -227,7 +227,7 @@ func (g *Grammar) Warm() {
 			continue
 		}
 		visited := w.all(g.a.alone(int32(n)), m)
-		if budget -= visited; visited < all/8 {
+		if budget -= visited; visited < all/16 {
 			clear(m.bits)
 			m.leaves = m.leaves[:0]
 			continue
