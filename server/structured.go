@@ -230,7 +230,7 @@ func (s *grammars) get(key string, make func() (grammar.Expr, error)) (*grammar.
 		x, err := make()
 		if err == nil {
 			if c.g, err = grammar.New(x, s.vocabulary); err == nil {
-				c.g.Matcher().Mask() // the first one of every request
+				c.g.Warm()
 			}
 		}
 		c.err = err

@@ -9,9 +9,9 @@ import (
 )
 
 const (
-	// maxStack is the maximum depth of rules within rules, and so of values of JSON within others. Text that would need
-	// more is not of the grammar.
-	maxStack = 128
+	// maxStack is the maximum depth of rules within rules, and so of values of JSON within others, of which parsers take
+	// about as many. Text that would need more is not of the grammar.
+	maxStack = 1 << 13
 	// maxConfigs is the maximum number of configurations of a state. A grammar that is ambiguous beyond it loses some of
 	// its texts.
 	maxConfigs = 1 << 12

@@ -96,6 +96,15 @@ func BenchmarkMask(b *testing.B) {
 			}
 		}
 	})
+	b.Run("compile-and-warm", func(b *testing.B) {
+		for b.Loop() {
+			g, err := grammar.New(schemaOf(order), v)
+			if err != nil {
+				b.Fatal(err)
+			}
+			g.Warm()
+		}
+	})
 }
 
 // TestRealVocabulary: masks of a real vocabulary are exactly the tokens that can follow, on texts that these write.

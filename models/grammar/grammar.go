@@ -214,17 +214,42 @@ func (g *Grammar) maskAlone(n int32) *nodeMask {
 	return m
 }
 
+// warmWalks is how many masks that take a walk through all of the vocabulary Warm computes, at about 2 ms each.
+const warmWalks = 48
+
+// Warm computes masks that take long, some 0.1 s of them, so that no step waits for these, and the first one.
+func (g *Grammar) Warm() {
+	g.Matcher().Mask()
+	all := len(g.v.nodes)
+	m, w := &nodeMask{bits: make([]uint32, g.v.words)}, walk{g: g}
+	for n, budget := 0, warmWalks*all; n < len(g.alone) && budget > 0; n++ {
+		if len(g.a.nodes[n].edges) == 0 || g.alone[n].Load() != nil {
+			continue
+		}
+		visited := w.all(g.a.alone(int32(n)), m)
+		if budget -= visited; visited < all/16 {
+			clear(m.bits)
+			m.leaves = m.leaves[:0]
+			continue
+		}
+		m.leaves = slices.Clip(m.leaves)
+		g.alone[n].Store(m)
+		m = &nodeMask{bits: g.newMask()}
+	}
+}
+
 // walk goes through the trie of a vocabulary, with the states that its bytes lead to.
 type walk struct {
 	g     *Grammar
 	stack []*state // by depth
 }
 
-// all sets the tokens that may come next, and lists the nodes where the rule of s may end.
-func (w *walk) all(s *state, m *nodeMask) {
+// all sets the tokens that may come next, and lists the nodes where the rule of s may end. It returns how many nodes it
+// has looked at.
+func (w *walk) all(s *state, m *nodeMask) (visited int) {
 	w.stack = slices.Grow(w.stack[:0], w.g.v.depth+1)[:w.g.v.depth+1]
 	w.stack[0] = s
-	w.run(0, int32(len(w.g.v.nodes)), m.bits, func(at int32, t *state) {
+	return w.run(0, int32(len(w.g.v.nodes)), m.bits, func(at int32, t *state) {
 		// What is below a node that is listed is looked at with it.
 		if n := len(m.leaves); t.ends && w.g.v.nodes[at].end > at+1 && (n == 0 || at >= w.g.v.nodes[m.leaves[n-1]].end) {
 			m.leaves = append(m.leaves, at)
@@ -240,9 +265,9 @@ func (w *walk) below(at int32, s *state, bits []uint32) {
 }
 
 // run walks nodes[from:to], whose parents' states are in the stack.
-func (w *walk) run(from, to int32, bits []uint32, visit func(at int32, t *state)) {
+func (w *walk) run(from, to int32, bits []uint32, visit func(at int32, t *state)) (visited int) {
 	a, v, stack := w.g.a, w.g.v, w.stack
-	for i := from; i < to; {
+	for i := from; i < to; visited++ {
 		n := &v.nodes[i]
 		s := stack[n.depth-1]
 		class := a.class[n.b]
@@ -263,6 +288,7 @@ func (w *walk) run(from, to int32, bits []uint32, visit func(at int32, t *state)
 		}
 		i++
 	}
+	return visited
 }
 
 // Overlap reports whether a text fits both expressions. Where that takes too long to find out it is true.

@@ -314,6 +314,61 @@ func TestFlushed(t *testing.T) {
 	}
 }
 
+// TestWarm: masks that are computed ahead are those that would be later.
+func TestWarm(t *testing.T) {
+	v := bytesAnd("ab", "abc", "a\"", "\",", "\"]", "x\"]")
+	e, err := ParseGBNF("root ::= \"[\" s (\",\" s)* \"]\" | [0-9]+\ns ::= \"\\\"\" [^\"]{0,3} \"\\\"\" | root")
+	if err != nil {
+		t.Fatal(err)
+	}
+	warm, err := New(e, v)
+	if err != nil {
+		t.Fatal(err)
+	}
+	warm.Warm()
+	cold, err := New(e, v)
+	if err != nil {
+		t.Fatal(err)
+	}
+	computed := 0
+	for i := range warm.alone {
+		if warm.alone[i].Load() != nil {
+			computed++
+		}
+	}
+	if computed < 3 {
+		t.Errorf("%d masks are computed ahead", computed)
+	}
+	for _, text := range []string{`["abc","a",[12,"b"]]`, `[[["x"]]]`} {
+		m, n := warm.Matcher(), cold.Matcher()
+		for i := range text {
+			if fmt.Sprint(m.Mask()) != fmt.Sprint(n.Mask()) {
+				t.Fatalf("behind %q the masks differ", text[:i])
+			}
+			if !m.Accept(int32(text[i])) || !n.Accept(int32(text[i])) {
+				t.Fatalf("%q is refused at %d", text, i)
+			}
+		}
+	}
+}
+
+// TestDeep: a text may be nested thousands of levels deep, and not without end.
+func TestDeep(t *testing.T) {
+	e, err := ParseGBNF(`root ::= "[" root? "]"`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	g, err := New(e, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for depth, want := range map[int]bool{1: true, 5000: true, 3 * maxStack: false} {
+		if got := g.Match(strings.Repeat("[", depth) + strings.Repeat("]", depth)); got != want {
+			t.Errorf("%d levels: %v", depth, got)
+		}
+	}
+}
+
 // TestConcurrentMasks: matchers of one grammar in several goroutines have the masks that one alone has.
 func TestConcurrentMasks(t *testing.T) {
 	v := bytesAnd("ab", "((", "))", "a)", "),(")
