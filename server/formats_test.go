@@ -342,12 +342,12 @@ func TestFormatsRefuse(t *testing.T) {
 		{messagesPath, `"max_tokens": 1, "tool_choice": {"type": "tool", "name": "x"}`, "tool_choice"},
 		{messagesPath, `"max_tokens": 1, "stop_sequences": [1]`, "stop_sequences"},
 		{messagesPath, `"max_tokens": 1, "thinking": {"type": "x"}`, "thinking.type"},
-		{messagesPath, `"max_tokens": 1, "output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}`, "output_config.format.schema"},
+		{messagesPath, `"max_tokens": 1, "output_config": {"format": {"type": "json_schema"}}`, "output_config.format.schema"},
 		{messagesPath, `"max_tokens": 1, "mcp_servers": [{}]`, "mcp_servers"},
 		{responsesPath, `"previous_response_id": "resp_1"`, "previous_response_id"},
 		{responsesPath, `"conversation": "conv_1"`, "conversation"},
 		{responsesPath, `"background": true`, "background"},
-		{responsesPath, `"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}`, "text.format.schema"},
+		{responsesPath, `"text": {"format": {"type": "grammar"}}`, "text.format.type"},
 		{responsesPath, `"tools": [{"type": "web_search"}]`, "tools[0].type"},
 		{responsesPath, `"input": [{"type": "item_reference", "id": "x"}]`, "input[0].type"},
 		{responsesPath, `"input": [{"type": "computer_call"}]`, "input[0].type"},
@@ -400,6 +400,25 @@ func TestRequestIDInBody(t *testing.T) {
 		}
 		if a := h.send(http.MethodPost, c.path, c.body+`, "request_id": "a b"}`); a.status != http.StatusBadRequest {
 			t.Errorf("%s: %d %s", c.path, a.status, a.body)
+		}
+	}
+}
+
+// A text of a format is JSON of its schema, which chats without one do not write.
+func TestFormatsOfText(t *testing.T) {
+	h := start(t, options{})
+	const schema = `{"type": "json_schema", "name": "n", "strict": true, "schema": {"type": "array", "items": {"enum": [7, true]}, "minItems": 2, "maxItems": 2}}`
+	for _, c := range []struct {
+		path, body string
+		text       []any
+	}{
+		{messagesPath, `{"max_tokens": 64, "messages": [{"role": "user", "content": "1+2="}], "output_config": {"format": ` + schema + `}}`, []any{"content", 0, "text"}},
+		{responsesPath, `{"max_output_tokens": 64, "input": "1+2=", "text": {"format": ` + schema + `}}`, []any{"output", 0, "content", 0, "text"}},
+	} {
+		a := decode[map[string]any](t, h.post(c.path, c.body))
+		text, _ := at(a, c.text...).(string)
+		if list := decode[[]any](t, text); len(list) != 2 {
+			t.Errorf("%s: %q", c.path, text)
 		}
 	}
 }

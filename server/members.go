@@ -90,7 +90,7 @@ var members = slices.Concat(
 	ignored(inMessages, "every prefix is cached", "cache_control"),
 	ignored(inMessages, "conversations are not shortened", "context_management"),
 	refused(inMessages, "service_tier", "there is one tier", `"auto"`, `"standard_only"`),
-	refused(inMessages, "output_format", "give output_config: {\"format\": …}"),
+	refused(inMessages, "output_format", "give output_config.format"),
 	refused(inMessages, "container", "this server runs nothing"),
 	refused(inMessages, "mcp_servers", "this server connects to none", "[]"),
 	refused(inMessages, "inference_geo", "the model runs where this server is"),

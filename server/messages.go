@@ -117,12 +117,9 @@ func parseMessageTools(o *object, r *chatRequest) {
 		}
 		t.text("description", &description)
 		schema, _ := t.pop("input_schema")
-		strict := false
-		if t.flag("strict", &strict); strict {
-			t.unsupported("strict", "completions are not constrained")
-		}
+		strict, _ := t.pop("strict")
 		t.ignore("cache_control", "input_examples", "defer_loading", "eager_input_streaming", "allowed_callers")
-		tools = append(tools, functionTool(name, description, schema, nil))
+		tools = append(tools, functionTool(name, description, schema, strict))
 		if o.close(t); o.err != nil {
 			return
 		}

@@ -82,7 +82,7 @@ func parseSchema(s *object) structure {
 // returns it as it came, nil if there is none.
 func parseFormat(o *object, member string, c *common) json.RawMessage {
 	raw, ok := o.pop(member)
-	if !ok {
+	if !ok || isNull(raw) {
 		return nil
 	}
 	f := &object{path: o.name(member)}

@@ -313,30 +313,3 @@ func TestReasoningFirst(t *testing.T) {
 		t.Error("no completion has reasoning")
 	}
 }
-
-// TestStructuredFormats: the format of a text of Anthropic's Messages and OpenAI's Responses API.
-func TestStructuredFormats(t *testing.T) {
-	h := start(t, options{})
-	format := `{"type": "json_schema", "name": "person", "schema": ` + person + `}`
-	message := decode[struct {
-		Content []struct{ Text string }
-	}](t, h.post(messagesPath, `{"max_tokens": 200, "messages": [{"role": "user", "content": "1+2="}], "output_config": {"format": `+strings.Replace(format, `"name": "person", `, "", 1)+`}}`))
-	if len(message.Content) != 1 {
-		t.Fatalf("%+v", message)
-	}
-	if err := validates(person, message.Content[0].Text); err != nil {
-		t.Errorf("%q: %v", message.Content[0].Text, err)
-	}
-	response := decode[struct {
-		Output []struct {
-			Content []struct{ Text string }
-		}
-		Text struct{ Format json.RawMessage }
-	}](t, h.post(responsesPath, `{"input": "1+2=", "max_output_tokens": 200, "text": {"format": `+format+`}}`))
-	if len(response.Output) != 1 || len(response.Output[0].Content) != 1 || !json.Valid(response.Text.Format) || !strings.Contains(string(response.Text.Format), `"person"`) {
-		t.Fatalf("%+v", response)
-	}
-	if err := validates(person, response.Output[0].Content[0].Text); err != nil {
-		t.Errorf("%q: %v", response.Output[0].Content[0].Text, err)
-	}
-}

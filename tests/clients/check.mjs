@@ -58,7 +58,8 @@ const checks = {
   async generateObject() {
     const { generateObject } = await import("ai");
     const { z } = await import("zod");
-    await generateObject({ model: await vercel(), schema: z.object({ owner: z.string() }), prompt: BALL, maxRetries: 0 });
+    const { object } = await generateObject({ model: await vercel(), schema: z.object({ owner: z.enum(["Ann", "Ben"]) }), prompt: BALL, maxRetries: 0 });
+    assert.ok(["Ann", "Ben"].includes(object.owner));
   },
 };
 
