@@ -63,6 +63,7 @@ var computeDocs = map[string]string{
 	"step_tokens":              "maximum tokens of a prefill step",
 	"Timing.fetched_bytes":     "offloaded experts that a decode step copied or read in place; absent: not counted",
 	"Timing.seconds":           "measured time",
+	"Predicted.machine":        "machine that a result is of, emulated devices named as such; absent: a time of a file of times",
 	"predicted_s":              "predicted time",
 	"Predicted.error":          "predicted time over measured time, less 1",
 	"Predicted.bound":          "what bounds the predicted step",
