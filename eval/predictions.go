@@ -110,13 +110,18 @@ func (r *Result) predicted() ([]Predicted, error) {
 	if p == nil {
 		return nil, errors.New("it has no prediction, since the rates of its machine were not known; measure it with --hardware")
 	}
+	if !(r.DecodeTokS > 0) || !(r.PrefillTokS > 0) || r.steps() < 1 {
+		return nil, errors.New("its steps take no time, or it has none: measure it on a GPU, or with rates in --emulate")
+	}
 	t := Timing{
 		Model: r.Model, Fraction: r.OffloadFraction, Tier: r.Tier, Kind: DecodeKind,
 		Sequences: r.Requests, PromptTokens: (r.PromptTokens + r.Requests/2) / r.Requests, NewTokens: r.steps() + 1, Seconds: float64(r.Requests) / r.DecodeTokS,
 	}
 	decode := newPredicted(&t, p.DecodeSeconds/float64(r.steps()), planner.Bound(p.Bound), p.GPUSeconds, p.LinkSeconds)
 	t.Kind, t.Seconds = PrefillKind, float64(r.PromptTokens)/r.PrefillTokS
-	return []Predicted{decode, newPredicted(&t, p.PrefillSeconds, planner.Bound(p.PrefillBound), 0, 0)}, nil
+	prefill := newPredicted(&t, p.PrefillSeconds, planner.Bound(p.PrefillBound), 0, 0)
+	decode.Machine, prefill.Machine = r.words(), r.words()
+	return []Predicted{decode, prefill}, nil
 }
 
 // Predicted is a timing beside its prediction.
@@ -125,6 +130,8 @@ type Predicted struct {
 	// PredictedSeconds of the same, and Error by how much of the measured time it is longer.
 	PredictedSeconds float64 `json:"predicted_s"`
 	Error            float64 `json:"error"`
+	// Machine is what a result's time is of, emulated devices named as such; empty for a timing.
+	Machine string `json:"machine,omitempty"`
 	// Bound of the predicted step. Apart: its compute and its copies differ by more than a factor of two.
 	Bound planner.Bound `json:"bound"`
 	Apart bool          `json:"apart"`
@@ -216,6 +223,17 @@ func WritePredictions(out io.Writer, p *Predictions) error {
 	}
 	if err := w.Flush(); err != nil {
 		return err
+	}
+	var of []string
+	for i := range p.Cells {
+		if m := p.Cells[i].Machine; m != "" && !slices.Contains(of, m) {
+			of = append(of, m)
+		}
+	}
+	for _, m := range of {
+		if _, err := fmt.Fprintf(out, "\nresults of: %s", untrusted.Line(m)); err != nil {
+			return err
+		}
 	}
 	hardware := p.Hardware
 	if hardware == "" {

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -327,6 +328,7 @@ func (o *figureOptions) experts(ctx context.Context, s *streams, sets []*setting
 	if failed != nil {
 		return figureFile{}, nil, failed
 	}
+	var misfit error // of the first model that does not fit
 	if len(o.from) == 0 {
 		for _, set := range sets {
 			if !set.given("num-prompts") {
@@ -345,6 +347,7 @@ func (o *figureOptions) experts(ctx context.Context, s *streams, sets []*setting
 			results = append(results, of...)
 			if len(of) == 0 && errors.Is(failed, fault.ErrConfig) && len(sets) > 1 {
 				s.notice(&set.Output, "skipped: %s: %v", set.Model.Name, failed) // another model may fit
+				misfit, failed = cmp.Or(misfit, failed), nil
 				continue
 			}
 			if failed != nil {
@@ -353,7 +356,7 @@ func (o *figureOptions) experts(ctx context.Context, s *streams, sets []*setting
 		}
 	}
 	if len(results) == 0 {
-		return figureFile{}, nil, failed
+		return figureFile{}, nil, cmp.Or(failed, misfit)
 	}
 	f := figureFile{table: func(w io.Writer) error {
 		var errs []error

@@ -157,12 +157,24 @@ func TestExperts(t *testing.T) {
 	if lines, err := paper.Figure6(append(results("a", measured), later...)); err != nil || !strings.Contains(lines.Note, "and other commits") {
 		t.Errorf("%+v, %v", lines, err)
 	}
+	varied := results("a", measured)
+	for i := range varied {
+		varied[i].Setting = "harvest-slab-size=64MiB"
+	}
+	if lines, err := paper.Figure6(varied); err != nil || !strings.Contains(lines.Note, "harvest-slab-size=64MiB") {
+		t.Errorf("of one value of a varied setting: %+v, %v", lines, err)
+	}
+	rates := predicted
+	rates.Emulation = &eval.Emulation{Spec: "virtual,pcie=25GB/s,nvlink=395GB/s", Rates: eval.RatesVirtual}
 	for name, r := range map[string][]eval.Result{
-		"two settings":           append(results("a", measured), other...),
-		"nothing":                nil,
-		"measured and predicted": append(results("a", measured), results("b", predicted)...),
-		"without rates":          results("a", eval.Machine{Emulated: true}),
-		"no peer":                results("a", measured)[:1],
+		"two GPUs":                       append(results("a", measured), results("b", eval.Machine{Device: "NVIDIA L4"})...),
+		"two predicted machines":         append(results("a", predicted), results("b", rates)...),
+		"two values of a varied setting": append(results("a", measured), varied...),
+		"two settings":                   append(results("a", measured), other...),
+		"nothing":                        nil,
+		"measured and predicted":         append(results("a", measured), results("b", predicted)...),
+		"without rates":                  results("a", eval.Machine{Emulated: true}),
+		"no peer":                        results("a", measured)[:1],
 	} {
 		_, err5 := paper.Figure5(r)
 		_, err6 := paper.Figure6(r)

@@ -54,19 +54,27 @@ const differs = "The paper: " + machine + ", experts once per micro-batch, steps
 
 // origin says where results are from.
 func origin(run *eval.Run, m *eval.Machine) string {
+	if m.Emulated {
+		return place(m)
+	}
+	commit := run.Commit
+	if len(commit) > 12 {
+		commit = commit[:12]
+	}
+	if run.Modified {
+		commit += " with changes"
+	}
+	if commit == "" {
+		commit = "unknown commit"
+	}
+	return place(m) + ", " + commit
+}
+
+// place is what results were measured on, or predicted of.
+func place(m *eval.Machine) string {
 	switch {
 	case !m.Emulated:
-		commit := run.Commit
-		if len(commit) > 12 {
-			commit = commit[:12]
-		}
-		if run.Modified {
-			commit += " with changes"
-		}
-		if commit == "" {
-			commit = "unknown commit"
-		}
-		return fmt.Sprintf("Measured on %s, %s", untrusted.Name(m.Device), commit)
+		return "Measured on " + untrusted.Name(m.Device)
 	case m.Emulation != nil && m.Emulation.Rates == eval.RatesVirtual:
 		return "Predicted, in virtual time, of " + rateText(m.Emulation.Spec)
 	}
@@ -85,7 +93,7 @@ func rateText(spec string) string {
 }
 
 // common says of several results where they are from, and how they ran. They must be all measured, or
-// all predicted, or all of paced devices, and have run in the same way.
+// all predicted, or all of paced devices, of one machine, and have run in the same way.
 func common(results []eval.Result) (string, error) {
 	if len(results) == 0 {
 		return "", eval.Inputf("paper: no results to draw")
@@ -100,6 +108,8 @@ func common(results []eval.Result) (string, error) {
 			return "", eval.Inputf("paper: emulated devices without rates copy as fast as this CPU does: give --emulate rates, with virtual or pace")
 		case kind(&r.Machine) != kind(&first.Machine):
 			return "", eval.Inputf("paper: %s (%s) stands beside %s (%s): draw measured and predicted ones apart", r.Model, origin(&r.Run, &r.Machine), first.Model, text)
+		case place(&r.Machine) != place(&first.Machine):
+			return "", eval.Inputf("paper: %s is of another machine (%s) than %s (%s): draw them apart", r.Model, place(&r.Machine), first.Model, place(&first.Machine))
 		case setting(r) != setting(first):
 			return "", eval.Inputf("paper: %s ran with %s, and %s with %s: draw them apart", r.Model, setting(r), first.Model, setting(first))
 		}
@@ -125,5 +135,9 @@ func setting(r *eval.Result) string {
 	if r.Attention == configs.OnCPU {
 		where = "the CPU"
 	}
-	return fmt.Sprintf("batches of %d sequences in %d micro-batches, experts once per %s, attention on %s", r.Requests, r.NumMicroBatches, r.ExpertGrouping, where)
+	text := fmt.Sprintf("batches of %d sequences in %d micro-batches, experts once per %s, attention on %s", r.Requests, r.NumMicroBatches, r.ExpertGrouping, where)
+	if r.Setting != "" {
+		text += ", " + untrusted.Name(r.Setting)
+	}
+	return text
 }
