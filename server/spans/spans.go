@@ -1,20 +1,3 @@
-// Package spans exports requests as spans of OpenTelemetry, by OTLP over HTTP. It is server.Tracer for
-// --otlp-traces-endpoint, and alone knows OpenTelemetry's SDK.
-//
-// A request that uses the model is one span, with the name and the attributes that vLLM gives it. It is
-// a child of the span in the request's traceparent header, if there is one, and then it is sampled as
-// that is. OTEL_* variables of the SDK apply: the service's name and attributes, the sampler, the sizes
-// of batches, and headers for the collector.
-//
-// # What it is not
-//
-// It has nothing of steps, kernels and copies: that is --trace's timeline. It has no prompt and no
-// completion.
-//
-// # Invariants
-//
-//   - Record never waits: spans are sent in batches, and dropped where the collector does not keep up.
-//   - Close waits for what has not been sent, closeTimeout at most.
 package spans
 
 import (
@@ -30,7 +13,6 @@ import (
 	"go.opentelemetry.io/otel"
 	"go.opentelemetry.io/otel/attribute"
 	"go.opentelemetry.io/otel/codes"
-	"go.opentelemetry.io/otel/exporters/otlp/otlptrace/otlptracehttp"
 	"go.opentelemetry.io/otel/propagation"
 	"go.opentelemetry.io/otel/sdk/resource"
 	sdk "go.opentelemetry.io/otel/sdk/trace"
@@ -51,6 +33,7 @@ type Options struct {
 
 // Exporter is a server.Tracer.
 type Exporter struct {
+	sender   *sender
 	provider *sdk.TracerProvider
 	tracer   trace.Tracer
 }
@@ -78,12 +61,12 @@ func New(ctx context.Context, o Options) (*Exporter, error) {
 	if err != nil && !errors.Is(err, resource.ErrPartialResource) {
 		return nil, err
 	}
-	exporter, err := otlptracehttp.New(ctx, otlptracehttp.WithEndpointURL(to.String()))
+	send, err := newSender(to, o.Version)
 	if err != nil {
 		return nil, err
 	}
-	p := sdk.NewTracerProvider(sdk.WithBatcher(exporter), sdk.WithResource(of))
-	return &Exporter{provider: p, tracer: p.Tracer("github.com/moeserve/moeserve", trace.WithInstrumentationVersion(o.Version))}, nil
+	p := sdk.NewTracerProvider(sdk.WithBatcher(send), sdk.WithResource(of))
+	return &Exporter{sender: send, provider: p, tracer: p.Tracer("github.com/moeserve/moeserve", trace.WithInstrumentationVersion(o.Version))}, nil
 }
 
 // closeTimeout bounds Close.
@@ -93,7 +76,7 @@ const closeTimeout = 5 * time.Second
 func (e *Exporter) Close() error {
 	ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
 	defer cancel()
-	return e.provider.Shutdown(ctx)
+	return errors.Join(e.provider.Shutdown(ctx), e.sender.Shutdown(ctx)) // the provider leaves its sender where it does not wait on
 }
 
 // Record implements server.Tracer. Attributes have vLLM's names, and those of OpenTelemetry's
@@ -134,7 +117,7 @@ func (e *Exporter) Record(r *server.RequestTrace) {
 		}
 	}
 	seconds("time_in_queue", t.Arrived, t.Admitted)
-	seconds("time_to_first_token", t.Arrived, t.FirstToken)
+	seconds("time_sendfirst_token", t.Arrived, t.FirstToken)
 	seconds("time_in_model_prefill", t.Admitted, t.FirstToken)
 	seconds("time_in_model_decode", t.FirstToken, t.Finished)
 	seconds("time_in_model_inference", t.Admitted, t.Finished)
@@ -160,6 +143,11 @@ func (l *errorLog) Handle(err error) {
 	defer l.mu.Unlock()
 	if now := time.Now(); now.Sub(l.last) >= time.Minute {
 		l.last = now
+		var of *partialError
+		if errors.As(err, &of) && of.refused == 0 {
+			l.log.Warn("the collector of traces warns", "message", of.message)
+			return
+		}
 		l.log.Warn("traces of requests cannot be sent", "err", err)
 	}
 }
