@@ -70,7 +70,7 @@ var computeDocs = map[string]string{
 	"errors":                   "relative errors of all cells, without their signs",
 	"errors_apart":             "those of cells whose compute and copies are apart",
 	"Errors.cells":             "number of cells",
-	"median":                   "median error",
+	"Errors.median":            "median error",
 	"worst":                    "largest error",
 	"Prediction.prefill_bound": "what bounds a prefill step",
 	"step_gpu_s":               "time of a decode step's compute",
