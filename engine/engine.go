@@ -890,7 +890,11 @@ func (e *Engine) appendSampled(res *pipeline.Result, now time.Time) {
 			e.sched.Done(c.Chunk, 0)
 			c.seq.blocks.store(c.From, c.To)
 		case res.Sampled[row] < 0:
-			e.failAlone(c.seq, fmt.Errorf("engine: after %d tokens: %w", len(c.seq.tokens), ErrNoToken))
+			why := ErrNoToken
+			if g := c.seq.sub.req.Params.Grammar; g != nil && g.Err() != nil {
+				why = fmt.Errorf("the grammar: %w", g.Err())
+			}
+			e.failAlone(c.seq, fmt.Errorf("engine: after %d tokens: %w", len(c.seq.tokens), why))
 		case c.seq.sub.req.Params.MaxTokens == 0:
 			e.sched.Done(c.Chunk, 0)
 			c.seq.blocks.store(c.From, c.To)

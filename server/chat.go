@@ -41,6 +41,8 @@ type conversation struct {
 	// functions are the tools as their calls are constrained; strict: one of them is.
 	functions []function
 	strict    bool
+	// parameters is the member of a tool that has their schema.
+	parameters string
 	// structured: the answer is to be of a grammar, where it is no call.
 	structured bool
 	// begun is the text of a call at the end of the prompt, and thinking where it leaves the model
@@ -106,7 +108,7 @@ func (r *chatRequest) endsWithCall() func(text string) bool {
 
 // parseConversation parses the members that the chat template uses.
 func parseConversation(o *object) *conversation {
-	c := &conversation{options: chat.Options{AddGenerationPrompt: true}}
+	c := &conversation{options: chat.Options{AddGenerationPrompt: true}, parameters: "function.parameters"}
 	o.flag("add_generation_prompt", &c.options.AddGenerationPrompt)
 	o.flag("add_special_tokens", &c.special)
 	o.settle(inConversation)

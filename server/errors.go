@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/models/grammar"
 	"github.com/moeserve/moeserve/untrusted"
 )
 
@@ -92,6 +93,8 @@ func asError(ctx context.Context, err error, prompt string) *Error {
 		return notNow(errCopies)
 	case errors.Is(err, engine.ErrPaused):
 		return &Error{Status: http.StatusServiceUnavailable, Type: unavailable, Code: "model_asleep", RetryAfter: retrySoon, Message: Message(err) + "; send the request again: it waits until the model is woken"}
+	case errors.Is(err, grammar.ErrAmbiguous):
+		return badRequest("", "invalid_value", "%s", Message(err))
 	case errors.Is(err, engine.ErrNoToken):
 		return &Error{Status: http.StatusInternalServerError, Type: serverError, Message: Message(err)}
 	case errors.Is(err, engine.ErrStopped), errors.Is(context.Cause(ctx), errStopping):

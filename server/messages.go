@@ -38,6 +38,7 @@ func (m *Model) parseMessages(o *object, counting bool) (*chatRequest, error) {
 	r.conversation = c
 	parseThinking(o, c)
 	parseOutputConfig(o, r)
+	c.parameters = "input_schema"
 	parseMessageTools(o, r)
 	parseSystem(o, c)
 	items, ok := o.list("messages", "an array of messages", maxMessages)
@@ -117,7 +118,8 @@ func parseMessageTools(o *object, r *chatRequest) {
 		}
 		t.text("description", &description)
 		schema, _ := t.pop("input_schema")
-		strict, _ := t.pop("strict")
+		var strict bool
+		t.flag("strict", &strict)
 		t.ignore("cache_control", "input_examples", "defer_loading", "eager_input_streaming", "allowed_callers")
 		tools = append(tools, functionTool(name, description, schema, strict))
 		if o.close(t); o.err != nil {
@@ -153,7 +155,7 @@ func parseMessageTools(o *object, r *chatRequest) {
 }
 
 // functionTool is a tool as chat templates know it.
-func functionTool(name, description string, schema, strict json.RawMessage) json.RawMessage {
+func functionTool(name, description string, schema json.RawMessage, strict bool) json.RawMessage {
 	f := chat.Object{{Name: "name", Value: jsonString(name)}}
 	if description != "" {
 		f.Set("description", jsonString(description))
@@ -161,8 +163,8 @@ func functionTool(name, description string, schema, strict json.RawMessage) json
 	if schema != nil {
 		f.Set("parameters", schema)
 	}
-	if strict != nil {
-		f.Set("strict", strict)
+	if strict {
+		f.Set("strict", json.RawMessage("true"))
 	}
 	return chat.Object{{Name: "type", Value: jsonString("function")}, {Name: "function", Value: f.JSON()}}.JSON()
 }

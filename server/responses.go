@@ -80,6 +80,7 @@ func (m *Model) parseResponses(o *object) (*responseRequest, error) {
 		o.close(text)
 	}
 	parseInclude(o)
+	c.parameters = "parameters"
 	parseResponseTools(o, r)
 	o.settle(inResponses)
 	var instructions string
@@ -126,7 +127,8 @@ func parseResponseTools(o *object, r *responseRequest) {
 		}
 		t.text("description", &description)
 		schema, _ := t.pop("parameters")
-		strict, _ := t.pop("strict")
+		var strict bool
+		t.flag("strict", &strict)
 		tools = append(tools, functionTool(name, description, schema, strict))
 		if o.close(t); o.err != nil {
 			return

@@ -272,7 +272,7 @@ func (s *Server) SetModels(all ...*Model) {
 			m.Metrics = s.o.Metrics
 		}
 		m.Metrics.setModel(m)
-		m.grammars = &grammars{byKey: map[string]*list.Element{}}
+		m.grammars = &grammars{byKey: map[grammarKey]*list.Element{}}
 		m.others = slices.DeleteFunc(slices.Clone(all), func(o *Model) bool { return o == m })
 	}
 	s.served.Store(&all)

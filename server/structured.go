@@ -2,6 +2,7 @@ package server
 
 import (
 	"container/list"
+	"crypto/sha256"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -167,13 +168,16 @@ type grammars struct {
 	kept       []int32 // special tokens that are a part of texts
 
 	mu     sync.Mutex
-	byKey  map[string]*list.Element // of *compiled
+	byKey  map[grammarKey]*list.Element // of *compiled
 	latest list.List
 }
 
+// grammarKey is the hash of all that a grammar depends on.
+type grammarKey [sha256.Size]byte
+
 // compiled is a grammar that is compiled once.
 type compiled struct {
-	key  string
+	key  grammarKey
 	once sync.Once
 	g    *grammar.Grammar
 	err  error
@@ -212,7 +216,8 @@ func (s *grammars) open(m *Model) {
 }
 
 // get compiles the grammar that make describes, unless one of the same key is kept.
-func (s *grammars) get(key string, make func() (grammar.Expr, error)) (*grammar.Grammar, error) {
+func (s *grammars) get(parts []string, make func() (grammar.Expr, error)) (*grammar.Grammar, error) {
+	key := grammarKey(sha256.Sum256(fmt.Appendf(nil, "%q", parts))) // parts may be as large as a request, and contain anything
 	s.mu.Lock()
 	e := s.byKey[key]
 	if e == nil {
@@ -235,7 +240,10 @@ func (s *grammars) get(key string, make func() (grammar.Expr, error)) (*grammar.
 		}
 		c.err = err
 	})
-	return c.g, c.err
+	if c.err != nil {
+		return nil, c.err
+	}
+	return c.g, c.g.Err()
 }
 
 // constrain sets the grammar of a request: that of its structure, and of the calls that c requires or, with strict tools,
@@ -258,9 +266,9 @@ func (m *Model) constrain(p *engine.Params, s *structure, c *conversation, oneCa
 		key = append(key, strconv.Itoa(int(c.thinking)))
 	}
 	if calls {
-		key = append(key, strconv.FormatBool(oneCall), strconv.FormatBool(c.choice.forced), c.begunName, string(c.options.Tools))
+		key = append(key, strconv.FormatBool(oneCall), strconv.FormatBool(c.choice.forced), c.begunName, c.parameters, string(c.options.Tools))
 	}
-	made, err := g.get(strings.Join(key, "\x00"), func() (grammar.Expr, error) {
+	made, err := g.get(key, func() (grammar.Expr, error) {
 		if calls && c.choice.forced {
 			return m.callGrammar(c, oneCall)
 		}
@@ -354,7 +362,7 @@ func (m *Model) callGrammar(c *conversation, oneCall bool) (grammar.Expr, error)
 				x.Arguments = e
 				x.Members, x.Listed = schema.Members(f.parameters, schema.Options{})
 			case f.strict:
-				param := fmt.Sprintf("tools[%d].function.parameters", f.index)
+				param := fmt.Sprintf("tools[%d].%s", f.index, c.parameters)
 				return nil, badRequest(param, "invalid_value", "Invalid value for '%s': %v.", param, err)
 			}
 		} else {

@@ -290,6 +290,80 @@ func TestStrictTools(t *testing.T) {
 	}
 }
 
+// TestStrictToolsOfFormats: strict tools constrain calls in Anthropic's and OpenAI's newer API, too.
+func TestStrictToolsOfFormats(t *testing.T) {
+	const parameters = `{"type": "object", "properties": {"days": {"type": "integer", "minimum": 1, "maximum": 14}}, "required": ["days"], "additionalProperties": false}`
+	s := guessing(t, qwenTemplate(t), nil, nil)
+	for _, c := range []struct{ path, body, param, choices string }{
+		{messagesPath, `{"max_tokens": 900, "messages": [{"role": "user", "content": "x"}], "tools": [{"name": "f", "strict": true, "input_schema": %s}]`, "tools[0].input_schema", `, "tool_choice": {"type": "any"}`},
+		{responsesPath, `{"max_output_tokens": 900, "input": "x", "tools": [{"type": "function", "name": "f", "strict": true, "parameters": %s}]`, "tools[0].parameters", `, "tool_choice": "required"`},
+	} {
+		for _, choice := range []string{"", c.choices} {
+			for _, stream := range []string{"", `, "stream": true`} {
+				if a := s.send("POST", c.path, fmt.Sprintf(c.body, parameters)+choice+stream+"}"); a.status != 200 {
+					t.Errorf("%s%s%s: status %d: %s", c.path, choice, stream, a.status, a.body)
+				}
+			}
+		}
+		r := decode[struct {
+			Content []struct{ Input json.RawMessage }
+			Output  []struct{ Arguments string }
+		}](t, s.post(c.path, fmt.Sprintf(c.body, parameters)+c.choices+"}"))
+		calls := 0
+		for _, b := range r.Content {
+			calls++
+			if err := validates(parameters, string(b.Input)); err != nil {
+				t.Errorf("%s: %s: %v", c.path, b.Input, err)
+			}
+		}
+		for _, b := range r.Output {
+			calls++
+			if err := validates(parameters, b.Arguments); err != nil {
+				t.Errorf("%s: %s: %v", c.path, b.Arguments, err)
+			}
+		}
+		if calls == 0 {
+			t.Errorf("%s: no call", c.path)
+		}
+		if a := s.send("POST", c.path, fmt.Sprintf(c.body, `{"type": "object", "properties": {"a": {"not": {}}}}`)+"}"); a.status != 400 || !strings.Contains(a.body, c.param) {
+			t.Errorf("%s: status %d: %s", c.path, a.status, a.body)
+		}
+	}
+}
+
+// TestGrammarKeys: a grammar that is kept is not that of another request, whose members would be the same if they
+// were joined.
+func TestGrammarKeys(t *testing.T) {
+	h := start(t, options{})
+	body := func(members string) string {
+		return `{"prompt": "1+2=", "max_tokens": 9, "structured_outputs": {` + members + `}}`
+	}
+	if a := h.send("POST", completionsPath, body(`"regex": "a", "whitespace_pattern": "\u0000"`)); a.status != 400 {
+		t.Errorf("status %d: %s", a.status, a.body)
+	}
+	r := decode[struct{ Choices []struct{ Text string } }](t, h.post(completionsPath, body(`"regex": "a\u0000"`)))
+	if r.Choices[0].Text != "a\x00" {
+		t.Errorf("%q", r.Choices[0].Text)
+	}
+}
+
+// TestAmbiguousGrammar: a grammar whose masks take too long is refused, by the latest when it is found.
+func TestAmbiguousGrammar(t *testing.T) {
+	const text = `root ::= s
+s ::= [a-m] s s | [a-m] t | [n-z] t s | [n-z] s | [n-z] t t | [a-z]
+t ::= [a-m] t s | [a-m] s | [n-z] s s | [n-z] t t t | [a-z]`
+	h := start(t, options{})
+	body, err := json.Marshal(map[string]any{"prompt": "1+2=", "max_tokens": 40, "ignore_eos": true, "structured_outputs": map[string]string{"grammar": text}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		if a := h.send("POST", completionsPath, string(body)); a.status != 400 || !strings.Contains(a.body, "too ambiguous") {
+			t.Errorf("status %d: %s", a.status, a.body)
+		}
+	}
+}
+
 // TestReasoningFirst: an answer is constrained behind the reasoning, wherever the prompt leaves the model.
 func TestReasoningFirst(t *testing.T) {
 	s := guessing(t, qwenTemplate(t), []string{"<think>", "</think>"}, nil)

@@ -87,7 +87,7 @@ var apiParameters = []apiParameter{
 	{onMessages, "thinking.type", `"disabled"`, "`enabled` or `disabled` set the chat template's `enable_thinking`; `budget_tokens` is not kept: reasoning is as long as the model makes it"},
 	{onMessages, "output_config.effort", `"low"`, "as `reasoning_effort`"},
 	{onMessages, "output_config.format", `{"type": "json_schema", "schema": {"type": "integer"}}`, "`text`, `json_object`, or `json_schema` with a `schema` ([guide](../guide/serving.md#structured-output))"},
-	{onMessages, "tools", "", "functions with `name`, `description` and `input_schema`"},
+	{onMessages, "tools", "", "functions with `name`, `description`, `input_schema` and, as in a chat, `strict`"},
 	{onMessages, "tool_choice", `{"type": "auto"}`, "`auto`, `any`, `tool` with a `name`, or `none`; with `disable_parallel_tool_use` only the first call is returned"},
 	{onResponses, "input", `[{"role": "user", "content": "1+2="}]`, "a text, or items: messages, `reasoning`, `function_call` and `function_call_output`"},
 	{onResponses, "instructions", `"Be right."`, "a system message before the input"},

@@ -15,9 +15,14 @@ const (
 	// maxConfigs is the maximum number of configurations of a state. A grammar that is ambiguous beyond it loses some of
 	// its texts.
 	maxConfigs = 1 << 12
-	// maxStates is the number of states that are kept, and maxMaskBytes the bytes of masks.
+	// maxStates is the number of states that are kept, maxKept that of their configurations and frames, and maxMaskBytes
+	// the bytes of masks.
 	maxStates    = 1 << 15
+	maxKept      = 1 << 20
 	maxMaskBytes = 64 << 20
+	// maxMaskWork is the number of configurations that one mask may look at, which takes some tenths of a second. Masks of
+	// schemas and published tokenizers look at some thousands.
+	maxMaskWork = 1 << 20
 )
 
 // frame is a stack: the node to return to, and the stack below. Equal stacks are one frame.
@@ -63,6 +68,8 @@ type automaton struct {
 	first *state
 	// flushes counts how often all was dropped.
 	flushes int
+	// kept counts the configurations and frames of states.
+	kept int
 	// The memory of closures.
 	seen map[config]struct{}
 	work []config
@@ -102,6 +109,7 @@ func newAutomaton(nodes []node) *automaton {
 func (a *automaton) flush() {
 	a.states, a.frames = map[string]*state{}, map[frameKey]*frame{}
 	a.first = nil
+	a.kept = 0
 	a.flushes++
 }
 
@@ -128,7 +136,8 @@ func (a *automaton) step(s *state, b byte) *state {
 	if t := s.next[class].Load(); t != nil {
 		return t
 	}
-	return a.miss(s, class)
+	t, _ := a.miss(s, class)
+	return t
 }
 
 // run is the state after a text.
@@ -141,12 +150,12 @@ func (a *automaton) run(s *state, text string) *state {
 	return s
 }
 
-// miss computes a step.
-func (a *automaton) miss(s *state, class uint8) *state {
+// miss computes a step, and returns how many configurations it has looked at.
+func (a *automaton) miss(s *state, class uint8) (_ *state, work int) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if t := s.next[class].Load(); t != nil {
-		return t
+		return t, 0
 	}
 	b := a.sample[class]
 	var to []config
@@ -167,13 +176,14 @@ func (a *automaton) miss(s *state, class uint8) *state {
 	}
 	t := a.dead
 	if len(to) > 0 {
-		if len(a.states) > maxStates {
+		if len(a.states) > maxStates || a.kept > maxKept {
 			a.flush()
 		}
 		t = a.state(to)
+		work = len(a.seen)
 	}
 	s.next[class].Store(t)
-	return t
+	return t, len(s.configs) + work
 }
 
 // state is that of configurations and of all that they lead to without reading a byte. The caller holds the lock, as in
@@ -233,6 +243,7 @@ func (a *automaton) push(to int32, below *frame) *frame {
 		a.lastID++
 		f = &frame{to: to, depth: depth, id: a.lastID, below: below}
 		a.frames[key] = f
+		a.kept++
 	}
 	return f
 }
@@ -258,6 +269,7 @@ func (a *automaton) intern(configs []config, ends bool) *state {
 	if s == nil {
 		s = &state{configs: slices.Clip(configs), ends: ends, next: make([]atomic.Pointer[state], len(a.sample))}
 		a.states[string(key)] = s
+		a.kept += len(configs)
 	}
 	return s
 }

@@ -209,17 +209,17 @@ func (c *compiler) rule(r *Rule) {
 			callees = append(callees, c.nfa[s].calls...)
 		}
 		n.edges = c.join(edges, marks, intern)
-		for i, call1 := range callees {
-			if slices.ContainsFunc(callees[:i], func(o ruleCall) bool { return o.rule == call1.rule }) {
-				continue
+		returns := map[*Rule][]int32{}
+		for _, k := range callees {
+			returns[k.rule] = append(returns[k.rule], k.to)
+		}
+		for _, k := range callees {
+			to, ok := returns[k.rule]
+			if !ok {
+				continue // it was there before
 			}
-			var to []int32
-			for _, other := range callees[i:] {
-				if other.rule == call1.rule {
-					to = append(to, other.to)
-				}
-			}
-			start := c.start(call1.rule)
+			delete(returns, k.rule)
+			start := c.start(k.rule)
 			n.calls = append(n.calls, call{start, intern(c.closure(to, marks))})
 		}
 		at := c.starts[r]

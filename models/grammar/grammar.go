@@ -16,7 +16,11 @@ type Grammar struct {
 	computing [64]sync.Mutex // of the masks of nodes, by node: sequences that begin alike need the same ones at the same time
 	firstMask atomic.Pointer[mask]
 	maskBytes atomic.Int64
+	ambiguous atomic.Bool
 }
+
+// ErrAmbiguous: so many readings of a text begin alike that masks would take too long.
+var ErrAmbiguous = errors.New("it is too ambiguous: write it so that few of its rules can read the same text")
 
 // mask has a bit for each token that may be next. It is immutable.
 type mask struct{ bits []uint32 }
@@ -44,6 +48,14 @@ func New(root Expr, v *Vocabulary) (*Grammar, error) {
 
 // Nodes is the size of the grammar's automata.
 func (g *Grammar) Nodes() int { return len(g.a.nodes) }
+
+// Err is ErrAmbiguous once a mask has taken too long.
+func (g *Grammar) Err() error {
+	if g.ambiguous.Load() {
+		return ErrAmbiguous
+	}
+	return nil
+}
 
 // Words is that of the vocabulary; 0: there is none.
 func (g *Grammar) Words() int {
@@ -104,17 +116,22 @@ func (m *Matcher) kept() *atomic.Pointer[mask] {
 }
 
 // Mask has a bit for each token that may come next: that of id is bit id%32 of word id/32. It must not be changed. It
-// may be empty where the vocabulary cannot spell what has to come.
+// may be empty where the vocabulary cannot spell what has to come, and is where it would take too long: see Grammar.Err.
 func (m *Matcher) Mask() []uint32 {
 	kept := m.kept()
 	if k := kept.Load(); k != nil {
 		return k.bits
 	}
+	w := walk{g: m.g}
 	var k *mask
 	if m.first && m.g.v.differs {
-		k = m.g.maskOfFirst(m.at)
+		k = w.maskOfFirst(m.at)
 	} else {
-		k = m.g.maskOf(m.at)
+		k = w.maskOf(m.at)
+	}
+	if w.work > maxMaskWork {
+		m.g.ambiguous.Store(true)
+		k = &mask{make([]uint32, m.g.v.words)}
 	}
 	kept.Store(k)
 	return k.bits
@@ -143,10 +160,11 @@ func (g *Grammar) newMask() []uint32 {
 }
 
 // maskOfFirst tries every token.
-func (g *Grammar) maskOfFirst(s *state) *mask {
+func (w *walk) maskOfFirst(s *state) *mask {
+	g := w.g
 	bits := g.newMask()
 	for id, text := range g.v.first {
-		if g.v.text[id] != "" && g.a.run(s, text) != g.a.dead {
+		if g.v.text[id] != "" && w.text(s, text) != g.a.dead {
 			set(bits, int32(id))
 		}
 	}
@@ -154,14 +172,15 @@ func (g *Grammar) maskOfFirst(s *state) *mask {
 }
 
 // maskOf joins the masks of a state's nodes.
-func (g *Grammar) maskOf(s *state) *mask {
+func (w *walk) maskOf(s *state) *mask {
+	g := w.g
 	var own []uint32
 	var shared []uint32
 	for i, c := range s.configs {
 		if i > 0 && s.configs[i-1].node == c.node {
 			continue
 		}
-		n := g.maskAlone(c.node)
+		n := w.maskAlone(c.node)
 		if len(s.configs) == 1 && len(n.leaves) == 0 {
 			return &mask{n.bits}
 		}
@@ -181,13 +200,12 @@ func (g *Grammar) maskOf(s *state) *mask {
 		own = g.newMask()
 		copy(own, shared)
 	}
-	w := walk{g: g}
 	for i, c := range s.configs {
 		if i > 0 && s.configs[i-1].node == c.node {
 			continue
 		}
-		for _, at := range g.maskAlone(c.node).leaves {
-			if t := g.a.run(s, g.v.path(at)); t != g.a.dead && len(t.configs) > 0 {
+		for _, at := range w.maskAlone(c.node).leaves {
+			if t := w.text(s, g.v.path(at)); t != g.a.dead && len(t.configs) > 0 {
 				w.below(at, t, own)
 			}
 		}
@@ -195,8 +213,9 @@ func (g *Grammar) maskOf(s *state) *mask {
 	return &mask{own}
 }
 
-// maskAlone is what one node decides.
-func (g *Grammar) maskAlone(n int32) *nodeMask {
+// maskAlone is what one node decides. It is not kept where it is not complete.
+func (w *walk) maskAlone(n int32) *nodeMask {
+	g := w.g
 	if m := g.alone[n].Load(); m != nil {
 		return m
 	}
@@ -207,10 +226,11 @@ func (g *Grammar) maskAlone(n int32) *nodeMask {
 		return m
 	}
 	m := &nodeMask{bits: g.newMask()}
-	w := walk{g: g}
 	w.all(g.a.alone(n), m)
 	m.leaves = slices.Clip(m.leaves)
-	g.alone[n].Store(m)
+	if w.work <= maxMaskWork {
+		g.alone[n].Store(m)
+	}
 	return m
 }
 
@@ -226,8 +246,9 @@ func (g *Grammar) Warm() {
 		if len(g.a.nodes[n].edges) == 0 || g.alone[n].Load() != nil {
 			continue
 		}
+		w.work = 0
 		visited := w.all(g.a.alone(int32(n)), m)
-		if budget -= visited; visited < all/16 {
+		if budget -= visited; visited < all/16 || w.work > maxMaskWork {
 			clear(m.bits)
 			m.leaves = m.leaves[:0]
 			continue
@@ -238,10 +259,38 @@ func (g *Grammar) Warm() {
 	}
 }
 
-// walk goes through the trie of a vocabulary, with the states that its bytes lead to.
+// walk goes through the trie of a vocabulary, with the states that its bytes lead to. It stops where one mask has looked
+// at more configurations than maxMaskWork.
 type walk struct {
 	g     *Grammar
 	stack []*state // by depth
+	work  int
+}
+
+// text is the state after a text.
+func (w *walk) text(s *state, text string) *state {
+	a := w.g.a
+	for i := range len(text) {
+		class := a.class[text[i]]
+		t := s.next[class].Load()
+		if t == nil {
+			t = w.miss(s, class)
+		}
+		if s = t; s == a.dead {
+			break
+		}
+	}
+	return s
+}
+
+// miss computes a step, or returns the dead state if all has been spent.
+func (w *walk) miss(s *state, class uint8) *state {
+	if w.work > maxMaskWork {
+		return w.g.a.dead
+	}
+	t, work := w.g.a.miss(s, class)
+	w.work += work
+	return t
 }
 
 // all sets the tokens that may come next, and lists the nodes where the rule of s may end. It returns how many nodes it
@@ -273,7 +322,7 @@ func (w *walk) run(from, to int32, bits []uint32, visit func(at int32, t *state)
 		class := a.class[n.b]
 		t := s.next[class].Load()
 		if t == nil {
-			t = a.miss(s, class)
+			t = w.miss(s, class)
 		}
 		if t == a.dead {
 			i = n.end

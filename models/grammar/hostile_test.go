@@ -1,0 +1,64 @@
+package grammar
+
+import (
+	"errors"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+)
+
+// ambiguous has ever more stacks behind a text, different ones behind each.
+const ambiguous = `root ::= s
+s ::= [a-m] s s | [a-m] t | [n-z] t s | [n-z] s | [n-z] t t | [a-z]
+t ::= [a-m] t s | [a-m] s | [n-z] s s | [n-z] t t t | [a-z]`
+
+// letters is a vocabulary of many different texts.
+func letters(n int) *Vocabulary {
+	var texts []string
+	for i := range n {
+		var b strings.Builder
+		for x := uint32(i+1) * 2654435761; b.Len() < 12; x = x*1664525 + 1013904223 {
+			b.WriteByte('a' + byte(x>>16)%26)
+		}
+		texts = append(texts, b.String())
+	}
+	return bytesAnd(texts...)
+}
+
+// TestAmbiguous: a grammar whose states are very large takes neither much time for a mask, which a step of the model may
+// wait for, nor much memory.
+func TestAmbiguous(t *testing.T) {
+	e, err := ParseGBNF(ambiguous)
+	if err != nil {
+		t.Fatal(err)
+	}
+	g, err := New(e, letters(3000))
+	if err != nil {
+		t.Fatal(err)
+	}
+	m := g.Matcher()
+	began := time.Now()
+	if bits := m.Mask(); slices.ContainsFunc(bits, func(w uint32) bool { return w != 0 }) {
+		t.Error("the mask is not empty")
+	}
+	if d := time.Since(began); d > 20*time.Second { // minutes without a limit
+		t.Errorf("a mask took %v", d)
+	}
+	if !errors.Is(g.Err(), ErrAmbiguous) {
+		t.Errorf("error %v", g.Err())
+	}
+	for _, b := range "aznbycxmowpkqjl" {
+		if !m.Accept(b) {
+			t.Fatalf("%c is not accepted", b)
+		}
+		kept := 0
+		for _, s := range g.a.states {
+			kept += len(s.configs)
+		}
+		// A step adds at most some 9 * maxConfigs.
+		if kept += len(g.a.frames); kept != g.a.kept || kept > maxKept+9*maxConfigs {
+			t.Fatalf("%d configurations and frames are kept, and %d counted", kept, g.a.kept)
+		}
+	}
+}
