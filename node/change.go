@@ -44,6 +44,9 @@ func (n *Node) CanChange(to *configs.Settings, keys ...string) error {
 			if err != nil {
 				return err
 			}
+			if choice.Auto && n.harvest == nil {
+				return refuse(key, "cannot change, as no memory is borrowed; start again with --peers")
+			}
 			for _, gpu := range choice.GPUs {
 				if _, ok := n.lenders[gpu]; !ok {
 					return refuse(key, "names GPU %d; the GPUs that were peers at the start can change, %v: start again with --peers for others", gpu, slices.Sorted(maps.Keys(n.lenders)))

@@ -61,6 +61,21 @@ func TestComputeRefuses(t *testing.T) {
 	}
 }
 
+// What the kernels of a profile's GPU reach does not hold for a GPU with other rates: these would change
+// nothing.
+func TestComputeOfOtherRates(t *testing.T) {
+	for given, keeps := range map[string]bool{
+		`{"base": "h200", "host_memory_bytes": 1000000000}`: true,
+		`{"base": "h200", "gpu_memory_bytes_per_s": 1e12}`:  false,
+		`{"base": "h200", "gpu_flop_per_s": 1e14}`:          false,
+	} {
+		h, err := ParseHardware([]byte(given))
+		if err != nil || (h.Compute != nil) != keeps || keeps != (h.Sources["compute"] != "") {
+			t.Errorf("%s: %v, compute %v from %q", given, err, h.Compute != nil, h.Sources["compute"])
+		}
+	}
+}
+
 // A step is as long as its terms, a graph is no longer than the same step enqueued, and no step is
 // faster than the rates allow by more than the fit's slack.
 func TestComputeTimes(t *testing.T) {

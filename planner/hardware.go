@@ -150,7 +150,7 @@ func HardwarePreset(name string) (Hardware, error) {
 
 // ParseHardware reads a machine from JSON with the keys of Hardware. The key "base" names
 // a profile whose figures hold where the object has none; their sources are then "from"
-// that profile. An error names all keys that are unknown, or all that are missing.
+// that profile. Its compute does not hold beside other rates of the GPU. An error names all keys that are unknown, or all that are missing.
 func ParseHardware(data []byte) (Hardware, error) {
 	var given map[string]json.RawMessage
 	d := json.NewDecoder(bytes.NewReader(data))
@@ -209,15 +209,21 @@ func ParseHardware(data []byte) (Hardware, error) {
 	if err := readObject(given, "multipath", &h.Multipath); err != nil {
 		return Hardware{}, err
 	}
+	_, measured := given["compute"]
 	if err := readObject(given, "compute", &h.Compute); err != nil {
 		return Hardware{}, err
 	}
+	profile := h
 	figures, err := json.Marshal(given)
 	if err != nil {
 		return Hardware{}, fmt.Errorf("planner: read hardware: %w", err)
 	}
 	if err := json.Unmarshal(figures, &h); err != nil {
 		return Hardware{}, badValue(err)
+	}
+	if base != "" && !measured && h.gpuRates() != profile.gpuRates() { // its kernels reach something else
+		h.Compute = nil
+		delete(h.Sources, "compute")
 	}
 	if base == "" {
 		if err := missingKeys(given, h.Name); err != nil {
@@ -232,6 +238,11 @@ func ParseHardware(data []byte) (Hardware, error) {
 		return h, fmt.Errorf("planner: hardware %q: host_to_gpu_bytes_per_s is %v, it must be %d rates or more: with 0 to %d relays of multipath", h.Name, h.HostToGPU, len(m.Relays)+1, len(m.Relays))
 	}
 	return h, nil
+}
+
+// gpuRates are those that Compute takes the place of.
+func (h *Hardware) gpuRates() [4]float64 {
+	return [...]float64{h.GPUMemoryRate, h.GPUFlops, h.GPUAttentionFlops, h.GPULongAttentionFlops}
 }
 
 // wholeNumber writes a whole number with an exponent (24e9) without one, as JSON's reader
