@@ -347,23 +347,6 @@ func TestGrammarKeys(t *testing.T) {
 	}
 }
 
-// TestAmbiguousGrammar: a grammar whose masks take too long is refused, by the latest when it is found.
-func TestAmbiguousGrammar(t *testing.T) {
-	const text = `root ::= s
-s ::= [a-m] s s | [a-m] t | [n-z] t s | [n-z] s | [n-z] t t | [a-z]
-t ::= [a-m] t s | [a-m] s | [n-z] s s | [n-z] t t t | [a-z]`
-	h := start(t, options{})
-	body, err := json.Marshal(map[string]any{"prompt": "1+2=", "max_tokens": 40, "ignore_eos": true, "structured_outputs": map[string]string{"grammar": text}})
-	if err != nil {
-		t.Fatal(err)
-	}
-	for range 2 {
-		if a := h.send("POST", completionsPath, string(body)); a.status != 400 || !strings.Contains(a.body, "too ambiguous") {
-			t.Errorf("status %d: %s", a.status, a.body)
-		}
-	}
-}
-
 // TestReasoningFirst: an answer is constrained behind the reasoning, wherever the prompt leaves the model.
 func TestReasoningFirst(t *testing.T) {
 	s := guessing(t, qwenTemplate(t), []string{"<think>", "</think>"}, nil)
