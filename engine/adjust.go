@@ -104,10 +104,10 @@ type adjustments struct {
 	said, unsaid []int32
 }
 
-func (r *requestAdjustments) sample() adjustments {
+func (a *requestAdjustments) sample() adjustments {
 	return adjustments{
-		requestAdjustments: r, list: r.list, bans: r.bans,
-		counts: r.p.RepetitionPenalty != 1 || r.p.PresencePenalty != 0 || r.p.FrequencyPenalty != 0,
+		requestAdjustments: a, list: a.list, bans: a.bans,
+		counts: a.p.RepetitionPenalty != 1 || a.p.PresencePenalty != 0 || a.p.FrequencyPenalty != 0,
 	}
 }
 

@@ -53,10 +53,16 @@ func TestPace(t *testing.T) {
 		generate(5)
 		want := []scheduler.Mix{
 			{Prompt: 64}, // 50 and 14
-			{Decodes: 1, DecodeContext: 50, Prompt: 10, PromptContext: 14}, {Decodes: 1, DecodeContext: 51, Prompt: 10, PromptContext: 24},
+			{Decodes: 1, DecodeContext: 50, Prompt: 10, PromptContext: 14},
+			{Decodes: 1, DecodeContext: 51, Prompt: 10, PromptContext: 24},
 			{Decodes: 1, DecodeContext: 52, Prompt: 6, PromptContext: 34},
-			{Decodes: 1, DecodeContext: 40}, {Decodes: 1, DecodeContext: 41}, {Decodes: 1, DecodeContext: 42},
-			{Prompt: 5}, {Decodes: 1, DecodeContext: 5}, {Decodes: 1, DecodeContext: 6}, {Decodes: 1, DecodeContext: 7},
+			{Decodes: 1, DecodeContext: 40},
+			{Decodes: 1, DecodeContext: 41},
+			{Decodes: 1, DecodeContext: 42},
+			{Prompt: 5},
+			{Decodes: 1, DecodeContext: 5},
+			{Decodes: 1, DecodeContext: 6},
+			{Decodes: 1, DecodeContext: 7},
 		}
 		if !slices.Equal(p.mixes, want) {
 			t.Errorf("got\n%v, want\n%v", p.mixes, want)

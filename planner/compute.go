@@ -144,10 +144,18 @@ func (c *Compute) Validate() error {
 		name string
 		c    Curve
 	}{
-		{"decode.step_s", c.Decode.Step}, {"decode.layer_s", c.Decode.Layer}, {"decode.shared_expert_s", c.Decode.Shared},
-		{"enqueued.step_s", c.Enqueued.Step}, {"enqueued.layer_s", c.Enqueued.Layer}, {"enqueued.shared_expert_s", c.Enqueued.Shared},
-		{"dense_s_per_weight", c.Dense}, {"experts_s_per_weight", c.Experts}, {"expert_s", c.Expert}, {"head_s_per_weight", c.Head},
-		{"attention_s_per_byte", c.Attention}, {"prompt_attention_s_per_flop", c.Prompts},
+		{"decode.step_s", c.Decode.Step},
+		{"decode.layer_s", c.Decode.Layer},
+		{"decode.shared_expert_s", c.Decode.Shared},
+		{"enqueued.step_s", c.Enqueued.Step},
+		{"enqueued.layer_s", c.Enqueued.Layer},
+		{"enqueued.shared_expert_s", c.Enqueued.Shared},
+		{"dense_s_per_weight", c.Dense},
+		{"experts_s_per_weight", c.Experts},
+		{"expert_s", c.Expert},
+		{"head_s_per_weight", c.Head},
+		{"attention_s_per_byte", c.Attention},
+		{"prompt_attention_s_per_flop", c.Prompts},
 	} {
 		if text := x.c.check(x.name); text != "" {
 			wrong = append(wrong, text)

@@ -388,8 +388,10 @@ func (p *Problem) prefillTimes(x *Policy) stepTimes {
 		each *= float64(p.Workload.PromptTokens)
 	}
 	projections := math.Ceil(tokens / each)
-	shape := stepShape{tokens: tokens, logits: n, pairs: pairs, kvTokens: tokens, context: float64(p.Workload.PromptTokens), projections: projections, experts: 1,
-		sequences: n, prompt: float64(p.Workload.PromptTokens), enqueued: true, touched: p.Routing.Prefill}
+	shape := stepShape{
+		tokens: tokens, logits: n, pairs: pairs, kvTokens: tokens, context: float64(p.Workload.PromptTokens), projections: projections, experts: 1,
+		sequences: n, prompt: float64(p.Workload.PromptTokens), enqueued: true, touched: p.Routing.Prefill,
+	}
 	if x.Grouping == configs.PerMicroBatch {
 		shape.experts = projections
 	}

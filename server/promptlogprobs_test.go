@@ -213,7 +213,6 @@ func TestBans(t *testing.T) {
 	if p := h.last().Params; p.PromptLogProbs || p.MaxTokens != 3 || !slices.Equal(p.AllowedIDs, three[len(three)-1:]) {
 		t.Errorf("%+v", p)
 	}
-
 }
 
 func TestTokenizerInfo(t *testing.T) {

@@ -175,7 +175,7 @@ func TestBenchSweepVaries(t *testing.T) {
 	}
 	for _, c := range []struct{ args, want string }{
 		{"--vary peers", "peers"},
-		{"--vary colour=1", "--vary colour=1: must be KEY=VALUE,VALUE with a setting of this command"},
+		{"--vary color=1", "--vary color=1: must be KEY=VALUE,VALUE with a setting of this command"},
 		{"--vary model=a,b", "must be KEY=VALUE,VALUE with a setting of this command"},
 		{"--vary peers=1 --peers 2", "--peers is given, too"},
 		{"--vary harvest-policy=best", "harvest-policy"},

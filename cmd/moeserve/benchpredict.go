@@ -91,8 +91,8 @@ func benchPredict(s *streams, set *settings, paths []string, uniform bool) (err 
 }
 
 // predictTiming predicts a timing for the hardware that the settings name.
-func (set *settings) predictTiming(t *eval.Timing) (r planner.Prediction, err error) {
-	own := set.Settings
+func (s *settings) predictTiming(t *eval.Timing) (r planner.Prediction, err error) {
+	own := s.Settings
 	own.Model.Name, own.Model.LoadFormat, own.Model.NumHiddenLayers = t.Model, configs.LoadDummy, t.Layers
 	own.Offload.Fraction, own.Offload.Tier, own.Batch.ExpertAccess = t.Fraction, t.Tier, t.Access
 	if own.Offload.Tier == configs.NoTier {

@@ -276,9 +276,11 @@ func liveReference(t *testing.T) string {
 func serverNames(t *testing.T) (known, paths []string) {
 	t.Helper()
 	reads := []string{"text", "flag", "integer", "number", "int64", "ids", "pop", "sub", "list", "blocks", "unsupported"}
-	in := []string{"parseCommon", "parseCacheSalt", "parseStop", "parseLogitBias", "parseStreamOptions", "parseResponseFormat", "parseSchema", "parseStructuredOutputs", "parseCompletion", "parseChat", "parseConversation", "parseTemplateVariables", "parseTools",
+	in := []string{
+		"parseCommon", "parseCacheSalt", "parseStop", "parseLogitBias", "parseStreamOptions", "parseResponseFormat", "parseSchema", "parseStructuredOutputs", "parseCompletion", "parseChat", "parseConversation", "parseTemplateVariables", "parseTools",
 		"parseIdentity", "parseSampling", "parsePromptLogProbs", "parseBadWords", "parseAllowedIDs",
-		"parseMessages", "parseOutputConfig", "parseSystem", "parseResponses", "parseInclude", "parseInput"}
+		"parseMessages", "parseOutputConfig", "parseSystem", "parseResponses", "parseInclude", "parseInput",
+	}
 	plain := regexp.MustCompile(`^[a-z][a-z_]*$`)
 	found := map[string]bool{}
 	literal := func(e ast.Expr) (string, bool) {

@@ -1,7 +1,6 @@
 package steptime_test
 
 import (
-	"fmt"
 	"math"
 	"math/rand/v2"
 	"slices"
@@ -271,7 +270,7 @@ func TestClosedLoop(t *testing.T) {
 			p = steptime.New(steptime.Options{Predict: predict, MaxSeconds: maxSeconds, StepTokens: budget})
 		}
 		o := run(t, streams, requests, tokens, tokens, budget, p, took)
-		t.Log(fmt.Sprintf("max %v, paced %v: ITL median %.1f ms, p99 %.1f ms, TTFT p99 %.0f ms, %.0f tokens/s in %d steps", maxSeconds, paced, 1e3*o.median, 1e3*o.p99, 1e3*o.ttft99, o.throughput, o.steps))
+		t.Logf("max %v, paced %v: ITL median %.1f ms, p99 %.1f ms, TTFT p99 %.0f ms, %.0f tokens/s in %d steps", maxSeconds, paced, 1e3*o.median, 1e3*o.p99, 1e3*o.ttft99, o.throughput, o.steps)
 		return o
 	}
 	free, auto, bound := loop(0, false), loop(0, true), loop(0.020, true)

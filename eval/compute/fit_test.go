@@ -69,9 +69,15 @@ func TestFitPredictsOtherModels(t *testing.T) {
 	var errors []float64
 	for _, m := range models {
 		for _, s := range []planner.ComputeStep{
-			{Sequences: 1, Tokens: 1, Context: 90}, {Sequences: 8, Tokens: 1, Context: 90}, {Sequences: 64, Tokens: 1, Context: 90},
-			{Sequences: 324, Tokens: 1, Context: 90}, {Sequences: 3240, Tokens: 1, Context: 90}, {Sequences: 16, Tokens: 1, Context: 2000},
-			{Sequences: 1, Tokens: 77, Context: 77, Enqueued: true}, {Sequences: 100, Tokens: 77, Context: 77, Enqueued: true}, {Sequences: 2, Tokens: 4000, Context: 4000, Enqueued: true},
+			{Sequences: 1, Tokens: 1, Context: 90},
+			{Sequences: 8, Tokens: 1, Context: 90},
+			{Sequences: 64, Tokens: 1, Context: 90},
+			{Sequences: 324, Tokens: 1, Context: 90},
+			{Sequences: 3240, Tokens: 1, Context: 90},
+			{Sequences: 16, Tokens: 1, Context: 2000},
+			{Sequences: 1, Tokens: 77, Context: 77, Enqueued: true},
+			{Sequences: 100, Tokens: 77, Context: 77, Enqueued: true},
+			{Sequences: 2, Tokens: 4000, Context: 4000, Enqueued: true},
 		} {
 			off := got.Seconds(m, s)/truth.Seconds(m, s) - 1
 			errors = append(errors, math.Abs(off))

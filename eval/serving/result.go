@@ -183,18 +183,32 @@ func (r *Result) fields() []field {
 		burstiness = "inf"
 	}
 	f := []field{
-		{"date", r.Run.Date.Format("20060102-150405")}, {"endpoint_type", kind}, {"backend", kind}, {"label", label}, {"model_id", r.Model}, {"tokenizer_id", r.Model},
-		{"num_prompts", r.NumPrompts}, {"request_rate", rate}, {"burstiness", burstiness}, {"max_concurrency", limit},
+		{"date", r.Run.Date.Format("20060102-150405")},
+		{"endpoint_type", kind},
+		{"backend", kind},
+		{"label", label},
+		{"model_id", r.Model},
+		{"tokenizer_id", r.Model},
+		{"num_prompts", r.NumPrompts},
+		{"request_rate", rate},
+		{"burstiness", burstiness},
+		{"max_concurrency", limit},
 	}
 	if p := a.Ramp; p.Strategy != "" {
 		f = append(f, field{"ramp_up_strategy", p.Strategy}, field{"ramp_up_start_rps", p.Start}, field{"ramp_up_end_rps", p.End})
 	}
 	f = append(f, []field{
-		{"duration", r.DurationSeconds}, {"completed", r.Completed}, {"failed", r.Failed},
-		{"total_input_tokens", r.TotalInputTokens}, {"total_output_tokens", r.TotalOutputTokens},
-		{"request_throughput", r.RequestThroughput}, {"request_goodput", goodput},
-		{"output_throughput", r.OutputThroughput}, {"total_token_throughput", r.TotalThroughput},
-		{"max_output_tokens_per_s", r.PeakOutputThroughput}, {"max_concurrent_requests", r.PeakConcurrency},
+		{"duration", r.DurationSeconds},
+		{"completed", r.Completed},
+		{"failed", r.Failed},
+		{"total_input_tokens", r.TotalInputTokens},
+		{"total_output_tokens", r.TotalOutputTokens},
+		{"request_throughput", r.RequestThroughput},
+		{"request_goodput", goodput},
+		{"output_throughput", r.OutputThroughput},
+		{"total_token_throughput", r.TotalThroughput},
+		{"max_output_tokens_per_s", r.PeakOutputThroughput},
+		{"max_concurrent_requests", r.PeakConcurrency},
 	}...)
 	for _, l := range r.latencies() {
 		f = append(f, field{"mean_" + l.key + "_ms", 1e3 * l.Mean}, field{"median_" + l.key + "_ms", 1e3 * l.Median}, field{"std_" + l.key + "_ms", 1e3 * l.Stddev})

@@ -56,6 +56,7 @@ type machine struct {
 func (m *machine) Info() eval.Info {
 	return eval.Info{Model: "fake", DType: "bfloat16", KeepsData: true, Machine: eval.Machine{Device: "fake", Emulated: true, Emulation: &eval.Emulation{Rates: eval.RatesVirtual}}}
 }
+
 func (m *machine) Batch(prompts [][]int32, newTokens int) (eval.Batch, error) {
 	for range prompts {
 		m.sampled = append(m.sampled, make([]int32, newTokens))
@@ -69,11 +70,13 @@ func (m *machine) Tokens() [][]int32                           { return m.sample
 func (m *machine) Peer() (tenancy.Memory, error) {
 	return tenancy.Memory{Capacity: 100, Others: m.held, Borrowed: m.borrowed, Free: 100 - m.held - m.borrowed, Headroom: 10}, nil
 }
+
 func (m *machine) Released() []tenancy.Release {
 	r := m.released
 	m.released = nil
 	return r
 }
+
 func (m *machine) Borrowing() tenancy.Borrowing {
 	return tenancy.Borrowing{Peer: "gpu1", OffloadFraction: 0.5, ExpertAccess: "auto", DeadlineSeconds: 0.1}
 }

@@ -166,15 +166,16 @@ func (p *gbnf) sequence(nested bool) (Expr, error) {
 		if err != nil {
 			return nil, err
 		}
+	repeated:
 		for p.text != "" {
 			least, most := 0, -1
-			switch c := p.text[0]; {
-			case c == '*':
-			case c == '+':
+			switch p.text[0] {
+			case '*':
+			case '+':
 				least = 1
-			case c == '?':
+			case '?':
 				most = 1
-			case c == '{':
+			case '{':
 				end := strings.IndexByte(p.text, '}')
 				if end < 0 {
 					return nil, errors.New("{ without }")
@@ -184,10 +185,7 @@ func (p *gbnf) sequence(nested bool) (Expr, error) {
 				}
 				p.text = p.text[end:]
 			default:
-				c = 0
-			}
-			if strings.IndexByte("*+?}", p.text[0]) < 0 {
-				break
+				break repeated
 			}
 			p.text = p.text[1:]
 			part = Repeat(part, least, most)

@@ -148,7 +148,8 @@ func TestGBNF(t *testing.T) {
 		}
 	}
 	for text, want := range map[string]string{
-		`a ::= "b"`: "no rule named root", `root ::= b`: "rule b is not defined", `root = "a"`: "expected ::=", `root ::= "a`: "does not end",
+		`root ::= "a" }`: "}",
+		`a ::= "b"`:      "no rule named root", `root ::= b`: "rule b is not defined", `root = "a"`: "expected ::=", `root ::= "a`: "does not end",
 		"root ::= \"a\"\nroot ::= \"b\"": "line 2: rule root is there twice", `root ::= ("a"`: "( without )", `root ::= "a"{3,2}`: "no number",
 		`root ::= "a"{20000}`: "more than 10000", `root ::= [z-a]`: "no range", `root ::= "\q"`: "unknown escape", `root ::= "a" )`: "unexpected",
 		"start: \"a\"": "expected ::=", "": "no rule named root",

@@ -240,9 +240,14 @@ func TestBadEnvironment(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, tt := range [][2]string{
-		{"OTEL_EXPORTER_OTLP_TRACES_HEADERS", "secret"}, {"OTEL_EXPORTER_OTLP_HEADERS", "a=secret%zz"}, {"OTEL_EXPORTER_OTLP_COMPRESSION", "zstd"},
-		{"OTEL_EXPORTER_OTLP_TIMEOUT", "10s"}, {"OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "0"}, {"OTEL_EXPORTER_OTLP_CERTIFICATE", "/none"},
-		{"OTEL_EXPORTER_OTLP_CERTIFICATE", empty}, {"OTEL_EXPORTER_OTLP_CLIENT_KEY", empty},
+		{"OTEL_EXPORTER_OTLP_TRACES_HEADERS", "secret"},
+		{"OTEL_EXPORTER_OTLP_HEADERS", "a=secret%zz"},
+		{"OTEL_EXPORTER_OTLP_COMPRESSION", "zstd"},
+		{"OTEL_EXPORTER_OTLP_TIMEOUT", "10s"},
+		{"OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "0"},
+		{"OTEL_EXPORTER_OTLP_CERTIFICATE", "/none"},
+		{"OTEL_EXPORTER_OTLP_CERTIFICATE", empty},
+		{"OTEL_EXPORTER_OTLP_CLIENT_KEY", empty},
 	} {
 		t.Run(tt[0], func(t *testing.T) {
 			t.Setenv(tt[0], tt[1])

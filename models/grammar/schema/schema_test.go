@@ -18,9 +18,11 @@ func TestCompile(t *testing.T) {
 		schema  string
 		yes, no []string
 	}{
-		{`{"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a"]}`,
+		{
+			`{"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}, "required": ["a"]}`,
 			[]string{`{"a":"x"}`, `{"a": "x", "b": 1}`, "{\n  \"a\": \"\\u00e9\\n\",\n  \"b\": -12\n}"},
-			[]string{`{}`, `{"b":1}`, `{"a":1}`, `{"a":"x","c":1}`, `{"b":1,"a":"x"}`, `{"a":"x",}`, `{"a":"x"} `, "{\"a\":\"\n\"}", `{"a":"\ud800"}`}},
+			[]string{`{}`, `{"b":1}`, `{"a":1}`, `{"a":"x","c":1}`, `{"b":1,"a":"x"}`, `{"a":"x",}`, `{"a":"x"} `, "{\"a\":\"\n\"}", `{"a":"\ud800"}`},
+		},
 		{`{"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "boolean"}}`, []string{`{"a":1,"b":true}`, `{"ab":false,"aa":true}`, `{}`}, []string{`{"b":1}`, `{"b":true,"a":1}`, `{"b":true,"\u0061":false}`}},
 		{`{"type": "array", "items": {"enum": ["x", 2]}, "minItems": 1, "maxItems": 3}`, []string{`["x"]`, `["x",2, 2]`}, []string{`[]`, `["y"]`, `["x",2,2,2]`}},
 		{`{"type": "array", "prefixItems": [{"type": "null"}, {"type": "string"}], "items": false}`, []string{`[]`, `[null]`, `[null,"x"]`}, []string{`["x"]`, `[null,"x",1]`}},
@@ -38,11 +40,17 @@ func TestCompile(t *testing.T) {
 		{`{"type": ["integer", "null"]}`, []string{`1`, `null`}, []string{`1.5`}},
 		{`{"const": {"a": [1, "x"]}}`, []string{`{"a":[1,"x"]}`}, []string{`{}`}},
 		{`{"enum": [1, "a", null, 1000], "type": "integer", "maximum": 10}`, []string{`1`}, []string{`"a"`, `1000`, `null`}},
-		{`{"$defs": {"node": {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}}, "required": ["v", "next"], "additionalProperties": false}}, "$ref": "#/$defs/node"}`,
-			[]string{`{"v":1,"next":{"v":2,"next":null}}`}, []string{`{"v":1}`, `{"v":1,"next":{}}`}},
+		{
+			`{"$defs": {"node": {"type": "object", "properties": {"v": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}}, "required": ["v", "next"], "additionalProperties": false}}, "$ref": "#/$defs/node"}`,
+			[]string{`{"v":1,"next":{"v":2,"next":null}}`},
+			[]string{`{"v":1}`, `{"v":1,"next":{}}`},
+		},
 		{`{"allOf": [{"properties": {"a": {"type": "integer"}}, "required": ["a"]}, {"properties": {"a": {"minimum": 5}, "b": {"type": "null"}}}]}`, []string{`{"a":5}`, `{"a":7,"b":null}`}, []string{`{"a":4}`, `{}`}},
-		{`{"oneOf": [{"type": "object", "properties": {"kind": {"const": "a"}, "x": {"type": "integer"}}, "required": ["kind"]}, {"type": "object", "properties": {"kind": {"const": "b"}}, "required": ["kind"]}]}`,
-			[]string{`{"kind":"a","x":1}`, `{"kind":"b"}`}, []string{`{"kind":"b","x":1}`, `{"kind":"c"}`}},
+		{
+			`{"oneOf": [{"type": "object", "properties": {"kind": {"const": "a"}, "x": {"type": "integer"}}, "required": ["kind"]}, {"type": "object", "properties": {"kind": {"const": "b"}}, "required": ["kind"]}]}`,
+			[]string{`{"kind":"a","x":1}`, `{"kind":"b"}`},
+			[]string{`{"kind":"b","x":1}`, `{"kind":"c"}`},
+		},
 		{`{"type": "object"}`, []string{`{}`, `{"a":{"b":[1,{"c":null}]}}`}, []string{`[]`}},
 		{`true`, []string{`1`, `"x"`, `{"a":[]}`, `-1.5e+3`}, []string{``, `nul`}},
 		{`{"required": ["a"], "type": "object"}`, []string{`{"a":1}`, `{"a":1,"b":2}`}, []string{`{}`, `{"b":1}`}},
