@@ -55,8 +55,13 @@ func StartProcess(ctx context.Context, command string, log io.Writer) (*Process,
 		return nil, fmt.Errorf("tenancy: start %q: %w", command, err)
 	}
 	go p.read(out)
-	if a := <-p.answers; !a.Ready {
-		return nil, errors.Join(fmt.Errorf("tenancy: the tenant %q did not say {\"ready\": true}", command), a.failure(), p.Close())
+	select {
+	case a := <-p.answers:
+		if !a.Ready {
+			return nil, errors.Join(fmt.Errorf("tenancy: the tenant %q did not say {\"ready\": true}", command), a.failure(), p.Close())
+		}
+	case <-ctx.Done():
+		return nil, errors.Join(fmt.Errorf("tenancy: the tenant %q did not say {\"ready\": true} so far: %w", command, ctx.Err()), p.Close())
 	}
 	return p, nil
 }

@@ -88,7 +88,11 @@ func Listen(dir string, h http.Handler, log *slog.Logger) (*Listener, error) {
 	if dir != Dir() {
 		mode = 0o666
 	}
-	if err := errors.Join(os.Chmod(begun, mode), os.Rename(begun, path)); err != nil {
+	err = os.Chmod(begun, mode)
+	if err == nil {
+		err = os.Rename(begun, path)
+	}
+	if err != nil {
 		return nil, errors.Join(fmt.Errorf("reclaim: %w", err), at.Close(), os.Remove(begun))
 	}
 	removeDead(dir, log)
