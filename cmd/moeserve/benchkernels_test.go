@@ -11,11 +11,15 @@ import (
 	"github.com/moeserve/moeserve/eval"
 	"github.com/moeserve/moeserve/eval/compute"
 	"github.com/moeserve/moeserve/planner"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // bench kernels calibrates emulated devices, whose figures predict the built-in model: bench predict
 // has the errors of a sweep over it, and of times of steps in a file.
 func TestBenchKernels(t *testing.T) {
+	if racedetector.Enabled {
+		t.Skip("minutes: its engines run as those of other tests")
+	}
 	dir := t.TempDir()
 	file := func(name string) string { return filepath.Join(dir, name) }
 	const devices = "virtual,hbm=2GiB,host=2GiB,pcie=55.3MB/s,nvlink=395MB/s,flops=78G,bw=3.9GB/s"
@@ -100,6 +104,7 @@ func readJSON(t *testing.T, path string, to any) {
 // The profile of the H200 predicts steps that were measured on these GPUs, in one run with what its kernels
 // reach and as docs/PERFORMANCE.md has them: docs/log/planner-accuracy.md.
 func TestPredictionsOfMeasuredSteps(t *testing.T) {
+	racedetector.SkipSequential(t)
 	for _, c := range []struct {
 		file          string
 		cells         int
@@ -121,6 +126,9 @@ func TestPredictionsOfMeasuredSteps(t *testing.T) {
 
 // --policy auto is never more than 5 % slower than the best of the settings that it chooses from.
 func TestPolicyAutoIsNearTheBest(t *testing.T) {
+	if racedetector.Enabled {
+		t.Skip("a minute: its engines run as those of other tests")
+	}
 	for _, links := range []string{"hbm=12MiB,pcie=100MB/s,gpus=1", "hbm=8MiB,pcie=55.3MB/s,nvlink=395MB/s"} {
 		run := func(args ...string) (eval.Result, bool) {
 			args = append([]string{
