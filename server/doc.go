@@ -16,8 +16,9 @@
 //
 // # Invariants
 //
-//   - No request body, whatever it holds, gets a worse status than 4xx; 5xx means that this
-//     node cannot serve now, or is broken.
+//   - No request body, whatever it holds, gets a worse status than 4xx, unless what it bans and what
+//     it asks for leave no token to sample, which looks like a broken model: 500. Otherwise 5xx means
+//     that this node cannot serve now, or is broken.
 //   - Every error has OpenAI's shape, {"error": {message, type, param, code}}, or on Anthropic's paths
 //     theirs, and names the member of the body that it is about.
 //   - A client that leaves, or reads nothing for Options.WriteTimeout, ends its

@@ -1,9 +1,10 @@
 // Package cpu implements the operations of package kernels in Go and assembly, on streams that
 // run Go functions: those of emulated devices, and host streams everywhere. Activations and the
-// KV cache are float32; weights may be bf16, fp16 or float32. AppendKV, Attention, ExpertUp and
-// ExpertDown also accept bf16 or fp16 activations and caches, since they serve GPUs whose KV cache
+// KV cache are float32; weights may be bf16, fp16 or float32. AppendKV, Attention and the operations
+// of experts also accept bf16 or fp16 activations and caches, since they serve GPUs whose KV cache
 // or experts are in host memory; their arithmetic is float32 too, and results are rounded once.
-// Experts may be row-major, or in the layout kernels.Tiles of such GPUs, with the same bits.
+// Experts are row-major; those of ExpertFFN may be in the layout kernels.Tiles of such GPUs, with
+// the same bits.
 //
 // # What it is not
 //
