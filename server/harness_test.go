@@ -199,7 +199,10 @@ type pipeConn struct {
 func (c *pipeConn) Write(b []byte) (int, error)         { return c.write.Write(b) }
 func (c *pipeConn) CloseWrite() error                   { return c.write.Close() }
 func (c *pipeConn) SetWriteDeadline(at time.Time) error { return c.write.SetWriteDeadline(at) }
-func (c *pipeConn) Close() error                        { return errors.Join(c.write.Close(), c.Conn.Close()) }
+
+// Close closes the way that is read from first: else the server could end its answer, as its
+// client has left, and who still reads here would see a whole one.
+func (c *pipeConn) Close() error { return errors.Join(c.Conn.Close(), c.write.Close()) }
 
 func (c *pipeConn) SetDeadline(at time.Time) error {
 	return errors.Join(c.Conn.SetReadDeadline(at), c.write.SetWriteDeadline(at))
