@@ -225,7 +225,7 @@ static void many(void) {
   warm();
   OK(cuStreamCreate(&stream, 1));
   OK(cuLaunchHostFunc(stream, wait_gate, NULL));
-  for (int i = 0; i < 100; i++) OK(cuMemcpyHtoDAsync_v2(gpu, host, 2 * N, stream));
+  for (int i = 0; i < 140; i++) OK(cuMemcpyHtoDAsync_v2(gpu, host, 2 * N, stream));
   fill(host, 2 * N, 5);
   gate = 1;
   OK(cuStreamSynchronize(stream));
