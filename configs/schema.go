@@ -233,6 +233,10 @@ var Schema = []Key{
 		Help: "KV tiers as vLLM's option has them: an OffloadingConnector with kv_connector_extra_config (num_cpu_blocks or cpu_bytes_to_use, num_gpu_blocks, dest_gpu_id, eviction_policy, ...)",
 	},
 	{
+		Name: "kv-events-config", Kind: String, Default: "", Placeholder: "JSON", Rare: true, Commands: onServe,
+		Help: "KV events for routers as vLLM's option has them: enable_kv_cache_events, publisher, endpoint, replay_endpoint, buffer_steps, hwm, max_queue_size, topic",
+	},
+	{
 		Name: "kv-experts-share", Kind: String, Default: StaticShare, Allowed: []string{StaticShare, AutoShare}, Rare: true, Commands: onRequest,
 		Help: "whether memory of the KV cache that is worth more to experts is lent to them (auto), or the shares are fixed (static)",
 	},

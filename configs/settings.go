@@ -91,6 +91,8 @@ type KV struct {
 	OffloadingBackend string  `mapstructure:"kv-offloading-backend"`
 	OffloadingSize    float64 `mapstructure:"kv-offloading-size"`
 	TransferConfig    string  `mapstructure:"kv-transfer-config"`
+	// EventsConfig says where it is published which blocks are stored and removed.
+	EventsConfig string `mapstructure:"kv-events-config"`
 	// ExpertsShare is StaticShare or AutoShare.
 	ExpertsShare string `mapstructure:"kv-experts-share"`
 }

@@ -74,6 +74,9 @@ type Options struct {
 	PrefixCaching bool
 	// Offload keeps KV blocks in other tiers. Default: none.
 	Offload Offloader
+	// KVEvents gets what KV and Offload stored and removed, which then both record events (ManagerOptions.Events
+	// and offload.Options.Events), one call after another and in order. It must not block. Default: none.
+	KVEvents func([]kvcache.Event)
 	// Lender lends memory of the KV cache to others. Default: none.
 	Lender Lender
 	// KeySalt is what the KV cache depends on besides tokens and their positions, such as its
@@ -686,7 +689,7 @@ func (e *Engine) takeIn() {
 			if s.req.Params.N > 1 {
 				keys = slices.Clip(keys) // each appends its own
 			}
-			q.blocks.identify(keys)
+			e.identify(q, keys)
 			if e.o.Tokenizer != nil {
 				text := e.o.Tokenizer.NewStream(!s.req.Params.SpecialTokens)
 				text.Keep(s.req.Params.KeepIDs)
@@ -715,6 +718,15 @@ func (e *Engine) takeIn() {
 	}
 }
 
+// identify sets the keys of a sequence's first blocks. Events have the tokens of those that any request may
+// share: a salt keeps prompts from others.
+func (e *Engine) identify(q *sequence, keys []kvcache.Key) {
+	q.blocks.identify(keys)
+	if e.o.KVEvents != nil && q.sub.req.CacheSalt == "" {
+		q.blocks.SetTokens(q.tokens)
+	}
+}
+
 // abortAll ends all requests, with err or, where err is nil, as aborted.
 func (e *Engine) abortAll(err error) {
 	e.mu.Lock()
@@ -730,8 +742,13 @@ func (e *Engine) abortAll(err error) {
 	e.publish()
 }
 
-// publish copies the scheduler's counters to where State reads them.
+// publish copies the scheduler's counters to where State reads them, and passes on events.
 func (e *Engine) publish() {
+	if e.o.KVEvents != nil {
+		if events := e.prefixes.events(); len(events) > 0 {
+			e.o.KVEvents(events)
+		}
+	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.state.Running, e.state.Waiting = e.sched.Running(), e.sched.Waiting()
@@ -957,7 +974,7 @@ func (e *Engine) addToken(id scheduler.ID, q *sequence, t Token, now time.Time) 
 		q.blocks.keys = nil
 	}
 	if e.prefixes.keyed(&q.sub.req) && (len(q.blocks.keys)+1)*e.o.KV.BlockTokens() <= len(q.tokens) {
-		q.blocks.identify(e.prefixes.moreKeys(q))
+		e.identify(q, e.prefixes.moreKeys(q))
 	}
 }
 

@@ -45,6 +45,8 @@ type Offloader interface {
 	// OnLost sets a function that is called, on any goroutine, when content was lost that Poll is to
 	// take into account. It returns at once.
 	OnLost(f func())
+	// TakeEvents returns what the tiers stored and removed since the last call.
+	TakeEvents() []kvcache.Event
 }
 
 var _ Offloader = (*offload.Tiers)(nil)
@@ -242,6 +244,15 @@ func (b *blocks) identify(keys []kvcache.Key) {
 	if b.in.local {
 		b.Identify(keys)
 	}
+}
+
+// events are those of the pool's blocks and of the tiers', since the last call.
+func (p *prefixes) events() []kvcache.Event {
+	e := p.kv.TakeEvents()
+	if p.tiers != nil {
+		e = append(e, p.tiers.TakeEvents()...)
+	}
+	return e
 }
 
 // Match implements scheduler.Blocks.

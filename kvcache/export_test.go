@@ -111,5 +111,14 @@ func (m *Manager) Check(tables ...*Table) error {
 	return nil
 }
 
+// Found are the keys that sequences can find.
+func (m *Manager) Found() map[Key]bool {
+	all := map[Key]bool{}
+	for k := range m.byKey {
+		all[k] = true
+	}
+	return all
+}
+
 // Manager is the table's account.
 func (t *Table) Manager() *Manager { return t.m }

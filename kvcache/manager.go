@@ -16,6 +16,8 @@ type ManagerOptions struct {
 	// Extents is the number of extents, each of ExtentBlocks blocks with successive ids, that
 	// can be withdrawn: the last Extents * ExtentBlocks blocks. Default: none.
 	Extents, ExtentBlocks int
+	// Events keeps what is stored and removed for TakeEvents, which must then be called.
+	Events bool
 }
 
 // EnsureDefaults returns o with its defaults filled in.
@@ -77,6 +79,9 @@ type Manager struct {
 	gained  int64
 	extents extents
 	reuse   reuse
+	// events are those that nobody has taken, if record is set.
+	events []Event
+	record bool
 }
 
 // Copy is a block whose content is to be copied to another one.
@@ -94,7 +99,7 @@ func NewManager(o ManagerOptions) (*Manager, error) {
 	return &Manager{
 		blockTokens: o.BlockTokens, policy: o.Policy,
 		refs: make([]int32, o.Blocks), holds: make([]int32, o.Blocks), keys: make([]Key, o.Blocks), byKey: make(map[Key]int32, o.Blocks), next: make([]int32, o.Blocks),
-		empty: newEmptyBlocks(o.Blocks, x), extents: x, reuse: newReuse(o),
+		empty: newEmptyBlocks(o.Blocks, x), extents: x, reuse: newReuse(o), record: o.Events,
 	}, nil
 }
 
@@ -309,12 +314,15 @@ func (m *Manager) find(k Key, before int32) (id int32, ok bool) {
 	return id, ok
 }
 
-// setKey sets a block's key, unless another block has the same one, or the block is withdrawn.
-func (m *Manager) setKey(id int32, k Key) {
-	if _, ok := m.byKey[k]; !ok && !m.extents.withdrawn(m.extents.of(id)) {
-		m.byKey[k], m.keys[id] = id, k
-		m.gained++
+// setKey sets a block's key, unless another block has the same one, or the block is withdrawn, and reports
+// whether it did.
+func (m *Manager) setKey(id int32, k Key) bool {
+	if _, ok := m.byKey[k]; ok || m.extents.withdrawn(m.extents.of(id)) {
+		return false
 	}
+	m.byKey[k], m.keys[id] = id, k
+	m.gained++
+	return true
 }
 
 // clearKey removes a block's key, if it has one.
@@ -322,5 +330,6 @@ func (m *Manager) clearKey(id int32) {
 	if k := m.keys[id]; k != (Key{}) {
 		delete(m.byKey, k)
 		m.keys[id] = Key{}
+		m.removed(k)
 	}
 }

@@ -2,6 +2,7 @@ package kvcache_test
 
 import (
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"testing"
@@ -110,11 +111,12 @@ func TestManagerMachine(t *testing.T) {
 		b := rapid.IntRange(1, 3).Draw(t, "block tokens")
 		extents, size := rapid.IntRange(0, 3).Draw(t, "extents"), rapid.IntRange(1, 3).Draw(t, "extent blocks")
 		m, err := kvcache.NewManager(kvcache.ManagerOptions{
-			Blocks: rapid.IntRange(6, 14).Draw(t, "blocks") + extents*size, BlockTokens: b, Extents: extents, ExtentBlocks: size,
+			Blocks: rapid.IntRange(6, 14).Draw(t, "blocks") + extents*size, BlockTokens: b, Extents: extents, ExtentBlocks: size, Events: true,
 		})
 		if err != nil {
 			t.Fatal(err)
 		}
+		found := map[kvcache.Key]bool{} // by the events
 		// The memory of the blocks: what a position holds is made of all tokens up to it.
 		memory := make([]string, m.Blocks()*b)
 		type sequence struct {
@@ -141,6 +143,7 @@ func TestManagerMachine(t *testing.T) {
 			s.most = len(s.tokens)
 			if rapid.SampledFrom([]bool{true, true, true, false}).Draw(t, "has keys") {
 				s.Identify(chain(s.salt, s.tokens, b))
+				s.SetTokens(s.tokens)
 			}
 		}
 		content := func(s *sequence, p int) string { return fmt.Sprint(s.salt, s.tokens[:p+1]) }
@@ -328,6 +331,12 @@ func TestManagerMachine(t *testing.T) {
 				if err := m.Check(tables...); err != nil {
 					t.Fatal(err)
 				}
+				for _, e := range m.TakeEvents() {
+					apply(t, found, e, b)
+				}
+				if !maps.Equal(found, m.Found()) {
+					t.Fatalf("by the events %d keys are found; %d are", len(found), len(m.Found()))
+				}
 				for x := range extents { // others write to what nothing uses
 					if s := m.Extent(x); s.Withdrawn && s.Busy == 0 {
 						first, n := m.ExtentBlocks(x)
@@ -359,6 +368,36 @@ func TestManagerMachine(t *testing.T) {
 			},
 		})
 	})
+}
+
+// apply applies an event to the set of keys that are found. Where it has tokens, they make the keys of those of the
+// parent.
+func apply(t interface{ Fatalf(string, ...any) }, found map[kvcache.Key]bool, e kvcache.Event, blockTokens int) {
+	if e.Medium != kvcache.MediumGPU || (len(e.Stored) > 0) == (len(e.Removed) > 0) {
+		t.Fatalf("event of medium %q stores %d blocks and removes %d", e.Medium, len(e.Stored), len(e.Removed))
+	}
+	for i, k := range e.Stored {
+		if found[k] {
+			t.Fatalf("key %x is stored twice", k[:4])
+		}
+		found[k] = true
+		if len(e.Tokens) == 0 || i == 0 && e.Parent == (kvcache.Key{}) {
+			continue // the first key's parent has a salt
+		}
+		parent := e.Parent
+		if i > 0 {
+			parent = e.Stored[i-1]
+		}
+		if parent.Next(e.Tokens[i*blockTokens:(i+1)*blockTokens]) != k {
+			t.Fatalf("key %x is not that of its tokens behind key %x", k[:4], parent[:4])
+		}
+	}
+	for _, k := range e.Removed {
+		if !found[k] {
+			t.Fatalf("key %x is removed, and not stored", k[:4])
+		}
+		delete(found, k)
+	}
 }
 
 // TestKeptAsLongAsThereIsRoom: content of freed blocks is found until all other free

@@ -20,6 +20,7 @@ import (
 type Table struct {
 	m      *Manager
 	keys   []Key
+	tokens []int32 // of the blocks with keys, for events
 	blocks []int32
 	filled int // tokens
 	// writable is the end, in tokens, of the blocks reserved for writing: those from
@@ -37,6 +38,10 @@ type Table struct {
 // Identify sets the keys of the sequence's first full blocks, as far as its tokens are
 // known. The table keeps the slice; keys of filled blocks must not change.
 func (t *Table) Identify(keys []Key) { t.keys, t.shared = keys, -1 }
+
+// SetTokens sets the sequence's tokens, which events then have. The table keeps the slice, as events do; its
+// elements must not change.
+func (t *Table) SetTokens(tokens []int32) { t.tokens = tokens }
 
 // Match adds the full blocks that already hold the sequence's first tokens, at most
 // maxTokens of them, to a table without blocks, and returns their number of tokens.
@@ -182,9 +187,14 @@ func (t *Table) SetFilled(tokens int) {
 	if tokens < t.filled {
 		t.writable = tokens
 	}
-	for i := t.filled / b; i < min(tokens/b, len(t.keys)); i++ {
-		t.m.setKey(t.blocks[i], t.keys[i])
+	first, end := t.filled/b, min(tokens/b, len(t.keys))
+	for i := first; i < end; i++ {
+		if !t.m.setKey(t.blocks[i], t.keys[i]) {
+			t.m.stored(t, first, i)
+			first = i + 1
+		}
 	}
+	t.m.stored(t, first, max(first, end))
 	t.filled = tokens
 }
 

@@ -92,7 +92,7 @@ func (n *Node) openKVTiers(u *setup, pool *kvcache.Pool) error {
 		return nil
 	}
 	o := offload.Options{
-		Machine: n.machine, Space: u.kvSpace(), Pool: pool, Blocks: n.kv, Transfer: n.transfer, Config: u.kvTiers, Log: n.log,
+		Machine: n.machine, Space: u.kvSpace(), Pool: pool, Blocks: n.kv, Transfer: n.transfer, Config: u.kvTiers, Events: u.kvEvents.Enabled, Log: n.log,
 	}
 	if len(u.kvPeers) > 0 {
 		o.Harvest = n.harvest

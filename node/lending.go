@@ -29,7 +29,7 @@ func (u *setup) shares() bool {
 
 // newKV makes the account of a KV cache, with the extents that may be lent.
 func (u *setup) newKV(fit sizing.KVFit) (*kvcache.Manager, error) {
-	o := kvcache.ManagerOptions{Blocks: fit.Blocks, BlockTokens: u.needs.KV.BlockTokens}
+	o := kvcache.ManagerOptions{Blocks: fit.Blocks, BlockTokens: u.needs.KV.BlockTokens, Events: u.kvEvents.Enabled}
 	if u.shares() {
 		o.Extents, o.ExtentBlocks = u.needs.Extents(fit, u.settings.KV), u.needs.ExtentBlocks()
 		if o.Extents == 0 {

@@ -18,6 +18,7 @@ import (
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/kvcache"
+	"github.com/moeserve/moeserve/kvcache/events"
 	"github.com/moeserve/moeserve/kvcache/offload"
 	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/node/checkpoint"
@@ -142,8 +143,9 @@ type Node struct {
 	transfer *transfer.Engine
 	store    *experts.Store
 	kv       *kvcache.Manager
-	tiers    *offload.Tiers  // nil without KV tiers
-	memory   *lending.Lender // nil where the KV cache lends nothing to experts
+	tiers    *offload.Tiers    // nil without KV tiers
+	events   *events.Publisher // nil without KV events
+	memory   *lending.Lender   // nil where the KV cache lends nothing to experts
 	pipe     *pipeline.Pipeline
 	steps    stepper
 	engine   *engine.Engine
@@ -334,6 +336,9 @@ func (n *Node) assemble(ctx context.Context, u *setup, fit sizing.KVFit) (load t
 	if n.pace = u.pace(&n.info); n.pace != nil {
 		eo.Pace = n.pace
 	}
+	if err := n.openKVEvents(u, &eo); err != nil {
+		return 0, err
+	}
 	if n.engine, err = engine.New(eo); err != nil {
 		return 0, fault.Of(fault.ErrConfig, err)
 	}
@@ -341,7 +346,7 @@ func (n *Node) assemble(ctx context.Context, u *setup, fit sizing.KVFit) (load t
 	n.observer = observe.New(observe.Parts{
 		Model: n.info.Name, Backend: d.Backend.Name(), Machine: n.machine, Space: d.Space, Store: n.store, Transfer: n.transfer,
 		Pipeline: n.pipe, Engine: n.engine, Tiers: n.tiers, Lender: n.memory, Harvest: n.harvest, Rebalancer: n.balance, Peers: u.peerDevices(),
-		Dynamic: u.needs.Plan.Dynamic, LoadTime: load, Sleep: n.Sleeping,
+		Dynamic: u.needs.Plan.Dynamic, LoadTime: load, Sleep: n.Sleeping, Events: n.events,
 	})
 	return load, nil
 }

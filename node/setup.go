@@ -9,6 +9,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/kvcache/events"
 	"github.com/moeserve/moeserve/kvcache/offload"
 	"github.com/moeserve/moeserve/models"
 	"github.com/moeserve/moeserve/node/checkpoint"
@@ -37,6 +38,7 @@ type setup struct {
 	footprint *sizing.Footprint
 	full      *sizing.Footprint // the same, with the full context that the settings allow
 	kvTiers   offload.Config
+	kvEvents  events.Config
 	paths     hostPaths
 	kernel    *transfer.Kernel  // that copies KV blocks; nil without a calibration
 	planned   *planning.Planned // nil without a policy
@@ -62,6 +64,9 @@ func newSetup(o *Options, model *checkpoint.Model) (_ *setup, err error) {
 	u := &setup{o: o, settings: o.Settings, model: model}
 	if u.kvTiers, err = kvTiers(s, o.given()); err == nil {
 		err = u.checkShare()
+	}
+	if err == nil {
+		u.kvEvents, err = kvEvents(s, u.kvTiers.Enabled())
 	}
 	if err == nil {
 		u.paths, err = choosePaths(s)

@@ -433,10 +433,10 @@ func (t *Tiers) Locate(k kvcache.Key) Place {
 
 // TakeEvents returns what was stored and removed since the last call, by tier, if
 // Options.Events is set.
-func (t *Tiers) TakeEvents() []tier.Event {
+func (t *Tiers) TakeEvents() []kvcache.Event {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	var all []tier.Event
+	var all []kvcache.Event
 	for _, l := range t.levels {
 		all = append(all, l.account.TakeEvents()...)
 	}

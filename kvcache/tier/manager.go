@@ -104,13 +104,6 @@ type Evicted struct {
 	ID  int32
 }
 
-// Event reports keys that became ready in a tier, or that no longer are. One of the lists is
-// empty. The lists belong to who takes the event.
-type Event struct {
-	Medium          string
-	Stored, Removed []kvcache.Key
-}
-
 // Stats are numbers of blocks. Free, Evictable, Pinned, Pending and Quarantined add up to
 // Capacity, and Allocated - Evicted - Freed is Capacity - Free.
 type Stats struct {
@@ -157,7 +150,7 @@ type Manager struct {
 	// withheld free blocks are not allocated, see Withhold.
 	withheld int
 	stats    Stats
-	events   []Event
+	events   []kvcache.Event
 
 	// Reused between calls.
 	missing []kvcache.Key
@@ -360,7 +353,7 @@ func (m *Manager) evict(n, keep int) (evicted []Evicted, ok bool) {
 	}
 	m.stats.Evictable -= n
 	m.stats.Evicted += int64(n)
-	m.event(Event{Removed: removed})
+	m.event(kvcache.Event{Removed: removed})
 	return evicted, true
 }
 
@@ -399,7 +392,7 @@ func (m *Manager) CompleteStore(s Store, ok bool) (failed []kvcache.Key) {
 		stored = append(stored, b.key)
 	}
 	if len(stored) > 0 {
-		m.event(Event{Stored: stored})
+		m.event(kvcache.Event{Stored: stored})
 	}
 	return failed
 }
@@ -429,7 +422,7 @@ func (m *Manager) Lose(k kvcache.Key) bool {
 	delete(m.byKey, k)
 	m.eviction.Remove(id)
 	if b.refs != pending {
-		m.event(Event{Removed: []kvcache.Key{k}})
+		m.event(kvcache.Event{Removed: []kvcache.Key{k}})
 	}
 	switch {
 	case b.refs == 0:
@@ -472,7 +465,7 @@ func (m *Manager) Reset() {
 		}
 	}
 	if len(removed) > 0 {
-		m.event(Event{Removed: removed})
+		m.event(kvcache.Event{Removed: removed})
 	}
 	m.epoch++
 	m.eviction = m.newEviction(len(m.blocks))
@@ -486,7 +479,7 @@ func (m *Manager) Reset() {
 
 // TakeEvents returns the events since the last call. Who applies all events of a tier in their
 // order, from New on, has the set of its ready keys.
-func (m *Manager) TakeEvents() []Event {
+func (m *Manager) TakeEvents() []kvcache.Event {
 	e := m.events
 	m.events = nil
 	return e
@@ -495,7 +488,7 @@ func (m *Manager) TakeEvents() []Event {
 // Stats returns the numbers of blocks.
 func (m *Manager) Stats() Stats { return m.stats }
 
-func (m *Manager) event(e Event) {
+func (m *Manager) event(e kvcache.Event) {
 	if m.discard {
 		return
 	}

@@ -157,7 +157,7 @@ func part(ids []int32, keep func(i int) bool) (some []int32) {
 	return some
 }
 
-func format(e tier.Event) string {
+func format(e kvcache.Event) string {
 	switch {
 	case len(e.Stored) > 0 && len(e.Removed) == 0:
 		return fmt.Sprintf("event: %s stored %s\n", e.Medium, keysOf(e.Stored))

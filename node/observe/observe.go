@@ -8,6 +8,7 @@ import (
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/kvcache/events"
 	"github.com/moeserve/moeserve/kvcache/offload"
 	"github.com/moeserve/moeserve/metrics"
 	"github.com/moeserve/moeserve/pipeline"
@@ -28,6 +29,7 @@ type Parts struct {
 	Pipeline       *pipeline.Pipeline
 	Engine         *engine.Engine
 	Tiers          *offload.Tiers         // nil without KV tiers
+	Events         *events.Publisher      // nil without KV events
 	Lender         *lending.Lender        // nil where the KV cache lends nothing to experts
 	Harvest        *harvest.Runtime       // nil without peers
 	Rebalancer     *rebalancer.Rebalancer // nil where nothing can move
@@ -107,6 +109,7 @@ func (o *Observer) Collectors(model string) []metrics.Collector {
 		collector[Pipeline]{o.Pipeline},
 		collector[Harvest]{o.Harvest},
 		collector[modelTiers]{func() modelTiers { return modelTiers{model, o.KVTiers()} }},
+		collector[KVEvents]{o.KVEvents},
 		collector[Lending]{o.Lending},
 		collector[Sleep]{o.p.Sleep},
 	}
