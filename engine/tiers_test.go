@@ -86,6 +86,8 @@ func (m *memoryTiers) chance(n int) bool { return m.random != nil && m.random.In
 
 func (m *memoryTiers) Factor() int { return m.factor }
 
+func (m *memoryTiers) TakeEvents() []kvcache.Event { return nil }
+
 // unit is the key of the tier's block that has block i.
 func (m *memoryTiers) unit(keys []kvcache.Key, i int) (kvcache.Key, bool) {
 	last := (i/m.factor+1)*m.factor - 1

@@ -71,7 +71,7 @@ func (c Config) Validate() error {
 		if err != nil {
 			return fmt.Errorf("replay_endpoint is %q; %w", c.ReplayEndpoint, err)
 		}
-		if e == c.endpoint() {
+		if e == c.endpoint() && !strings.HasSuffix(e.address, ":0") {
 			return fmt.Errorf("replay_endpoint is %q, as is endpoint; they must be two", c.ReplayEndpoint)
 		}
 	}

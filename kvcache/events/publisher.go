@@ -239,7 +239,9 @@ func (p *Publisher) subscriptions(conn *zmtp.Conn, r *reader) error {
 	}
 }
 
-// replay sends kept batches to those who ask for them: from the number on that is a request's last frame.
+// replay sends kept batches to those who ask for them: from the number on that is a request's last frame. What
+// comes before that frame, a REQ or DEALER socket's empty one, comes before the topic in each reply. Behind the last
+// batch comes an empty one with the number -1.
 func (p *Publisher) replay(c net.Conn) error {
 	conn, err := zmtp.Handshake(c, zmtp.Router)
 	if err != nil {
@@ -259,7 +261,7 @@ func (p *Publisher) replay(c net.Conn) error {
 			if err := c.SetWriteDeadline(p.deadline()); err != nil {
 				return err
 			}
-			return conn.Write(append(frames[:last:last], number(n), payload)...)
+			return conn.Write(append(frames[:last:last], p.topic, number(n), payload)...)
 		}
 		for next := binary.BigEndian.Uint64(frames[last]); ; {
 			n, payload, ok := p.history.from(next)

@@ -164,13 +164,13 @@ func replayed(t *testing.T, p *events.Publisher, from uint64) (all []message) {
 	}
 	for {
 		m, err := s.Recv()
-		if err != nil || len(m.Frames) != 3 || len(m.Frames[0]) > 0 {
+		if err != nil || len(m.Frames) != 4 || len(m.Frames[0]) > 0 || string(m.Frames[1]) != topic {
 			t.Fatalf("%q: %v", m.Frames, err)
 		}
-		if binary.BigEndian.Uint64(m.Frames[1]) == math.MaxUint64 && len(m.Frames[2]) == 0 {
+		if binary.BigEndian.Uint64(m.Frames[2]) == math.MaxUint64 && len(m.Frames[3]) == 0 {
 			return all
 		}
-		all = append(all, decode(t, m.Frames[1], m.Frames[2]))
+		all = append(all, decode(t, m.Frames[2], m.Frames[3]))
 	}
 }
 
