@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -445,3 +446,165 @@ type inRepository string
 func (f inRepository) Path() string                 { return filepath.ToSlash(string(f)) }
 func (f inRepository) Lstat() (os.FileInfo, error)  { return os.Lstat(string(f)) }
 func (f inRepository) Open() (io.ReadCloser, error) { return os.Open(string(f)) }
+
+// pickerConfig is the part of an EndpointPickerConfig that has names.
+type pickerConfig struct {
+	Plugins []struct {
+		Type, Name string
+		Parameters map[string]any
+	}
+	DataLayer struct {
+		Discovery struct {
+			PluginRef string `yaml:"pluginRef"`
+		}
+		Sources []struct {
+			PluginRef  string `yaml:"pluginRef"`
+			Extractors []struct {
+				PluginRef string `yaml:"pluginRef"`
+			}
+		}
+	} `yaml:"dataLayer"`
+	SchedulingProfiles []struct {
+		Plugins []struct {
+			PluginRef string `yaml:"pluginRef"`
+		}
+	} `yaml:"schedulingProfiles"`
+}
+
+// checkPicker holds an endpoint picker's configuration to itself, and to what nodes have.
+func checkPicker(t *testing.T, where, text string) {
+	t.Helper()
+	var c pickerConfig
+	if err := yaml.Unmarshal([]byte(text), &c); err != nil {
+		t.Fatalf("%s: %v", where, err)
+	}
+	used := []string{"token-producer", "precise-prefix-cache-producer", "single-profile-handler"} // by the picker itself
+	for _, s := range c.DataLayer.Sources {
+		used = append(used, s.PluginRef)
+		for _, e := range s.Extractors {
+			used = append(used, e.PluginRef)
+		}
+	}
+	if d := c.DataLayer.Discovery.PluginRef; d != "" {
+		used = append(used, d)
+	}
+	for _, p := range c.SchedulingProfiles {
+		for _, q := range p.Plugins {
+			used = append(used, q.PluginRef)
+		}
+	}
+	have := map[string]map[string]any{}
+	for _, p := range c.Plugins {
+		have[p.Type] = p.Parameters
+		if !slices.Contains(used, p.Type) {
+			t.Errorf("%s: nothing uses %s", where, p.Type)
+		}
+	}
+	for _, u := range used {
+		if _, ok := have[u]; !ok {
+			t.Errorf("%s: there is no plugin %s", where, u)
+		}
+	}
+	var chart struct {
+		KVEvents struct {
+			Port       int
+			ReplayPort int `yaml:"replayPort"`
+		} `yaml:"kvEvents"`
+	}
+	values, err := os.ReadFile("deploy/helm/moeserve/values.yaml")
+	if err == nil {
+		err = yaml.Unmarshal(values, &chart)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	blockSize := configs.Defaults().KV.BlockSize
+	prefix := fmt.Sprint(have["precise-prefix-cache-producer"])
+	for _, want := range []string{
+		fmt.Sprintf("blockSize:%d", blockSize), "topicFilter:kv@",
+		fmt.Sprintf("socketPort:%d", chart.KVEvents.Port), fmt.Sprintf("replaySocketPort:%d", chart.KVEvents.ReplayPort),
+	} {
+		if !strings.Contains(prefix, want) {
+			t.Errorf("%s: the plugin of KV events has no %s: %s", where, want, prefix)
+		}
+	}
+}
+
+// TestRouter: the files of deploy/router agree with each other, with the chart and with the server.
+func TestRouter(t *testing.T) {
+	read := func(name string) string {
+		text, err := os.ReadFile(filepath.Join("deploy/router", name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(text)
+	}
+	checkPicker(t, "picker.yaml", read("picker.yaml"))
+	var endpoints struct {
+		Endpoints []struct{ Name, Address, Port string }
+	}
+	decode(t, "deploy/router/endpoints.yaml", &endpoints)
+	names := map[string]bool{}
+	for _, e := range endpoints.Endpoints {
+		if names[e.Name] || net.ParseIP(e.Address).To4() == nil || e.Port != "8000" {
+			t.Errorf("endpoint %+v: its name is another's, or its address is none", e)
+		}
+		names[e.Name] = true
+	}
+	if len(names) < 2 || !strings.Contains(read("picker.yaml"), "http://"+endpoints.Endpoints[0].Address+":8000") {
+		t.Errorf("%d endpoints; or the picker asks none of them for tokens", len(names))
+	}
+	var envoy struct {
+		Resources struct {
+			Listeners []any
+			Clusters  []struct{ Name string }
+		} `yaml:"static_resources"`
+	}
+	if err := yaml.Unmarshal([]byte(read("envoy.yaml")), &envoy); err != nil {
+		t.Fatal(err)
+	}
+	listeners := fmt.Sprint(envoy.Resources.Listeners)
+	for _, c := range envoy.Resources.Clusters {
+		if !strings.Contains(listeners, "cluster:"+c.Name) && !strings.Contains(listeners, "cluster_name:"+c.Name) {
+			t.Errorf("envoy.yaml: nothing uses the cluster %s", c.Name)
+		}
+	}
+	if len(envoy.Resources.Clusters) != 2 || !strings.Contains(read("envoy.yaml"), "http_header_name: x-gateway-destination-endpoint") {
+		t.Error("envoy.yaml is written in another way")
+	}
+	objects := map[string]string{}
+	for text := range strings.SplitSeq(read("kubernetes.yaml"), "\n---\n") {
+		var o struct {
+			Kind     string
+			Metadata struct{ Name string }
+			Data     map[string]string
+		}
+		if err := yaml.Unmarshal([]byte(text), &o); err != nil {
+			t.Fatal(err)
+		}
+		objects[o.Kind+" "+o.Metadata.Name] = text
+		if o.Kind == "ConfigMap" {
+			checkPicker(t, "kubernetes.yaml", o.Data["picker.yaml"])
+		}
+	}
+	for object, parts := range map[string][]string{
+		"InferencePool moeserve":     {"app.kubernetes.io/name: moeserve, app.kubernetes.io/instance: moe", "number: 8000", "name: moeserve-picker, port: {number: 9002}"},
+		"HTTPRoute moeserve":         {"kind: InferencePool, name: moeserve"},
+		"Deployment moeserve-picker": {`"9002"`, "containerPort: 9002", "serviceAccountName: moeserve-picker", "configMap: {name: moeserve-picker}"},
+		"Service moeserve-picker":    {"app: moeserve-picker", "port: 9002"},
+		"ConfigMap moeserve-picker":  nil, "ServiceAccount moeserve-picker": nil, "Role moeserve-picker": nil, "RoleBinding moeserve-picker": nil,
+	} {
+		text, ok := objects[object]
+		if !ok {
+			t.Errorf("kubernetes.yaml has no %s", object)
+		}
+		for _, p := range parts {
+			if !strings.Contains(text, p) {
+				t.Errorf("%s has no %q", object, p)
+			}
+		}
+	}
+	if len(objects) != 8 {
+		t.Errorf("kubernetes.yaml has %d objects", len(objects))
+	}
+}

@@ -191,7 +191,9 @@ var imports = map[string]map[string]string{
 		"device":  "memory of the pool",
 		"kernels": "layout of a block",
 	},
-	"kvcache/tier": {"kvcache": "keys of blocks"},
+	"kvcache/tier":        {"kvcache": "keys and events of blocks"},
+	"kvcache/events":      {"kvcache": "events of blocks", "kvcache/events/zmtp": "ZeroMQ's wire protocol"},
+	"kvcache/events/zmtp": {},
 	"kvcache/offload": {
 		"device":       "memory, streams and points",
 		"harvest":      "peers, and the loss of their memory",
@@ -252,6 +254,7 @@ var imports = map[string]map[string]string{
 		"rebalancer/lending": "opens and closes it, and gives it to the engine",
 		"transfer":           "opens and closes it",
 		"untrusted":          "files that settings name",
+		"kvcache/events":     "the publisher of KV events",
 		"kvcache/offload":    "the tiers of KV blocks",
 		"engine/steptime":    "limits prompts in steps that decode, from settings and hardware",
 	},
@@ -316,6 +319,7 @@ var imports = map[string]map[string]string{
 		"rebalancer":         "its statistics",
 		"rebalancer/lending": "its statistics",
 		"transfer":           "its statistics",
+		"kvcache/events":     "counters of the publisher of KV events",
 		"kvcache/offload":    "counters of the tiers of KV blocks",
 	},
 	"node/planning": {
@@ -463,6 +467,8 @@ var linked = map[string]string{
 	"github.com/subosito/gotenv":          "of viper",
 	"github.com/sugarme/regexpset":        "of sugarme/tokenizer",
 	"github.com/sugarme/tokenizer":        "the types of a tokenizer.json, the characters of byte-level tokens",
+	"github.com/vmihailenco/msgpack/v5":   "KV events as MessagePack",
+	"github.com/vmihailenco/tagparser/v2": "of msgpack",
 	"github.com/x448/float16":             "FP16 and its rounding",
 	"go.opentelemetry.io/auto/sdk":        "of OpenTelemetry's SDK",
 	"go.opentelemetry.io/otel":            "spans of requests (server/spans), with traceparent of clients",
@@ -479,7 +485,7 @@ var linked = map[string]string{
 }
 
 // linkedPackages is how many packages these modules have in the command.
-const linkedPackages = 106
+const linkedPackages = 111
 
 // opens are the functions that open a file for reading, or a folder whose files they open. Package
 // untrusted stands before them: see TestFilesAreOpenedBounded.

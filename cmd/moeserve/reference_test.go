@@ -187,7 +187,8 @@ func TestReferencePresets(t *testing.T) {
 func TestReferenceMetrics(t *testing.T) {
 	p := startServe(t, "--emulate", "hbm=256MiB", "--offload-fraction", "0.5", "--offload-tier", "peer",
 		"--kv-experts-share", "auto", "--max-model-len", "128",
-		"--kv-transfer-config", `{"kv_connector_extra_config": {"num_gpu_blocks": 64, "num_cpu_blocks": 64, "num_file_blocks": 64, "directory": "`+t.TempDir()+`"}}`)
+		"--kv-transfer-config", `{"kv_connector_extra_config": {"num_gpu_blocks": 64, "num_cpu_blocks": 64, "num_file_blocks": 64, "directory": "`+t.TempDir()+`"}}`,
+		"--kv-events-config", `{"enable_kv_cache_events": true, "publisher": "null"}`)
 	if _, err := io.ReadAll(p.post(t, "/v1/completions", `{"prompt": "sort: t h e m o e =", "temperature": 0}`).Body); err != nil {
 		t.Fatal(err)
 	}

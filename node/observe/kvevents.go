@@ -23,7 +23,7 @@ func (o *Observer) KVEvents() KVEvents {
 var (
 	kvEventBatches     = metrics.NewDesc("moeserve_kv_events_batches_total", "Batches of KV events that were published.")
 	kvEvents           = metrics.NewDesc("moeserve_kv_events_total", "KV events in these batches; each is of one or more blocks.")
-	kvEventsDropped    = metrics.NewDesc("moeserve_kv_events_dropped_batches_total", "Batches that found the publisher's queue full, so that nobody got them; the next one says that all blocks are cleared.")
+	kvEventsDropped    = metrics.NewDesc("moeserve_kv_events_dropped_batches_total", "Batches that found the publisher's queue full, so that no subscriber got them; the next one says that all blocks are cleared.")
 	kvEventsMissed     = metrics.NewDesc("moeserve_kv_events_missed_batches_total", "Batches that were not sent to a subscriber that was too far behind, each counted for each subscriber.")
 	kvEventSubscribers = metrics.NewDesc("moeserve_kv_events_subscribers", "Subscribers of KV events that are connected.")
 	kvEventReplays     = metrics.NewDesc("moeserve_kv_events_replays_total", "Replays of KV events that were asked for.")

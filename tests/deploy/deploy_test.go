@@ -98,6 +98,7 @@ tolerations: [{key: nvidia.com/gpu, operator: Exists}]
 affinity: {nodeAffinity: {}}
 extraEnv: [{name: MOESERVE_LOG_FORMAT, value: json}]
 service: {annotations: {a: b}, port: 80}
+kvEvents: {enabled: true}
 `
 
 // TestChartLint: helm lint has nothing to say.
@@ -146,7 +147,8 @@ func TestChart(t *testing.T) {
 			"configmap.yaml":  {"host: 0.0.0.0", "port: 8000", "drain-timeout: 60"},
 		}
 		if v == full {
-			all["deployment.yaml"] = append(all["deployment.yaml"], "nvidia.com/gpu: 2", "ghcr.io/moeserve/moeserve:v1.2.3", "name: MOESERVE_API_KEY", "claimName: weights", "claimName: kernels", "terminationGracePeriodSeconds: 90", "runtimeClassName: nvidia")
+			all["deployment.yaml"] = append(all["deployment.yaml"], "nvidia.com/gpu: 2", "ghcr.io/moeserve/moeserve:v1.2.3", "name: MOESERVE_API_KEY", "claimName: weights", "claimName: kernels", "terminationGracePeriodSeconds: 90", "runtimeClassName: nvidia",
+				"containerPort: 5557", "fieldPath: status.podIP", `"replay_endpoint":"tcp://*:5558"`, `"topic":"kv@$(POD_IP):8000@mixtral-8x7b"`)
 			all["configmap.yaml"] = append(all["configmap.yaml"], "offload-fraction: 0.25", `peers: "1"`, "harvest-headroom: 5%", "device: cuda", "admin-address: 127.0.0.1:8001", "model: /models/mixtral-8x7b")
 			all["servicemonitor.yaml"] = []string{"release: prometheus", "replacement: moeserve"}
 		} else if of("servicemonitor.yaml") != "" && strings.TrimSpace(of("servicemonitor.yaml")) != "" {
@@ -167,7 +169,7 @@ func TestChartRefuses(t *testing.T) {
 	for _, v := range []string{
 		"replica: 2", "replicas: -1", "replicas: two", "gpus: {count: 1.5}", "models: {existingClaim: a, hostPath: /b}", "models: {hostPath: b}",
 		"settings: {port: 1}", "settings: {api-key: secret}", "settings: {peers: [1]}", "service: {port: 70000}", "service: {type: Other}",
-		"image: {repository: \"\"}", "serviceMonitor: {interval: soon}", "podLabels: {a: 1}", "extraEnv: [{value: x}]", "probes: {startupSeconds: 1}",
+		"image: {repository: \"\"}", "serviceMonitor: {interval: soon}", "podLabels: {a: 1}", "extraEnv: [{value: x}]", "probes: {startupSeconds: 1}", "kvEvents: {port: 0}",
 	} {
 		if _, err := render(t, v); err == nil {
 			t.Errorf("%s is accepted", v)

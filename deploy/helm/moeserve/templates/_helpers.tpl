@@ -32,3 +32,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- if and .Values.gpus.count (not (hasKey $all "device")) -}}{{- $_ := set $all "device" "cuda" -}}{{- end -}}
 {{- toYaml $all -}}
 {{- end -}}
+
+{{- /* KV events: routers know the pod by its address in the topic, which Kubernetes fills in. */ -}}
+{{- define "moeserve.kvEvents" -}}
+{{- $name := index .Values.settings "served-model-name" | default (base (default "built-in" .Values.model)) | splitList "," | first -}}
+{{- dict "enable_kv_cache_events" true "endpoint" (printf "tcp://*:%d" (int .Values.kvEvents.port)) "replay_endpoint" (printf "tcp://*:%d" (int .Values.kvEvents.replayPort)) "topic" (printf "kv@$(POD_IP):8000@%s" $name) | toJson -}}
+{{- end -}}
