@@ -311,6 +311,7 @@ var imports = map[string]map[string]string{
 	"node/observe": {
 		"device":             "names of memories",
 		"engine":             "its state",
+		"engine/scheduler":   "what a step computed, for predictions",
 		"experts":            "its statistics and events",
 		"harvest":            "its state and events",
 		"metrics":            "what a collector has",
@@ -391,8 +392,10 @@ var imports = map[string]map[string]string{
 		"models/grammar":        "what completions are constrained to",
 		"models/grammar/schema": "JSON schemas of completions and tools",
 		"models/tokenizer":      "text into tokens",
+		"server/page":           "the page of the admin address",
 		"untrusted":             "printable messages",
 	},
+	"server/page": {},
 	"server/spans": {
 		"server":    "the requests that it exports",
 		"untrusted": "files of certificates; printable messages",

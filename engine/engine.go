@@ -192,6 +192,8 @@ type StepInfo struct {
 	Duration time.Duration
 	// Tries is the number of attempts: more than 1 where copies failed.
 	Tries int
+	// Mix is what was computed, by which predictions are made.
+	Mix scheduler.Mix
 }
 
 // RequestInfo describes a finished request.
@@ -811,7 +813,7 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 	e.state.Failing = nil
 	e.mu.Unlock()
 	if e.o.Listener.StepFinished != nil {
-		e.o.Listener.StepFinished(StepInfo{Tokens: tokens, Sequences: len(e.batch.sequences), Sampled: len(res.Sampled), Duration: e.o.Now().Sub(start), Tries: tries})
+		e.o.Listener.StepFinished(StepInfo{Tokens: tokens, Sequences: len(e.batch.sequences), Sampled: len(res.Sampled), Duration: e.o.Now().Sub(start), Tries: tries, Mix: e.batch.mix()})
 	}
 	e.appendSampled(&res, e.o.Now())
 	return nil

@@ -180,6 +180,9 @@ func (s *Store) Uses() [][]int64 { return s.copyOf(s.counts.uses) }
 // AddRoutedTokens.
 func (s *Store) RoutedTokens() [][]int64 { return s.copyOf(s.counts.routedTokens) }
 
+// LayerNumbers are the model's numbers of the layers with experts, in the order of Uses and RoutedTokens.
+func (s *Store) LayerNumbers() []int { return slices.Clone(s.plan.Layers) }
+
 func (s *Store) copyOf(of [][]int64) [][]int64 {
 	s.mu.Lock()
 	defer s.mu.Unlock()

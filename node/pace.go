@@ -15,10 +15,17 @@ func (u *setup) pace(i *Info) *steptime.Pace {
 		return nil
 	}
 	o := steptime.Options{MaxSeconds: choice.Bound.Seconds(), StepTokens: i.Limits.MaxTokens}
+	if o.Predict, err = u.predictor(i); err != nil {
+		u.o.Log.Warn("the hardware is not known; how long steps take is learned from them", "err", err)
+	}
+	return steptime.New(o)
+}
+
+// predictor is the planner's prediction of the seconds of a step of this model on this machine.
+func (u *setup) predictor(i *Info) (func(scheduler.Mix) float64, error) {
 	h, err := u.hardware()
 	if err != nil {
-		u.o.Log.Warn("the hardware is not known; how long steps take is learned from them", "err", err)
-		return steptime.New(o)
+		return nil, err
 	}
 	m, plan := i.Shape.EnsureDefaults(), &u.needs.Plan
 	s := planner.MixedStep{
@@ -29,7 +36,8 @@ func (u *setup) pace(i *Info) *steptime.Pace {
 		s.Rate += h.PeerToGPU
 	}
 	micro := u.settings.Batch.MicroBatchSize
-	o.Predict = func(x scheduler.Mix) float64 {
+	return func(x scheduler.Mix) float64 {
+		s := s
 		s.Decodes, s.DecodeContext = float64(x.Decodes), float64(x.DecodeContext)
 		s.PromptTokens, s.PromptContext = float64(x.Prompt), float64(x.PromptContext)
 		s.Groups = 1
@@ -37,6 +45,5 @@ func (u *setup) pace(i *Info) *steptime.Pace {
 			s.Groups = (x.Decodes + x.Prompt + micro - 1) / micro
 		}
 		return planner.MixedSeconds(&m, &h, s)
-	}
-	return steptime.New(o)
+	}, nil
 }

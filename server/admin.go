@@ -9,6 +9,8 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+
+	"github.com/moeserve/moeserve/server/page"
 )
 
 // addAdmin makes the routes of the admin address: those for operators, which the API has, too,
@@ -24,6 +26,10 @@ func (s *Server) addAdmin() {
 		"/admin/settings":     {http.MethodGet: route{handle: s.settings}, http.MethodPatch: route{handle: s.changeSettings}},
 	}
 	s.admin = maps.Clone(acting)
+	for path, f := range page.Files {
+		s.admin[path] = map[string]route{http.MethodGet: {handle: asset(f), open: true}, http.MethodHead: {handle: asset(f), open: true}}
+	}
+	s.admin["/v1/completions"] = s.routes["/v1/completions"] // for the page's prompts
 	for path, r := range s.routes {
 		if strings.HasPrefix(path, "/health") || strings.HasPrefix(path, "/debug/") || path == "/metrics" || path == "/version" {
 			s.admin[path] = r

@@ -53,6 +53,9 @@ type follower struct {
 	wake   chan struct{} // has room for one
 }
 
+// Followed reports whether anybody follows, so that events need not be made for nobody.
+func (e *Events) Followed() bool { return e.followed.Load() > 0 }
+
 // Publish sends an event to all followers. data must have a JSON form and not change any
 // more. It does not block.
 func (e *Events) Publish(name string, data any) {

@@ -79,8 +79,8 @@ type Model struct {
 	// Residency returns where every expert is, as a value with a JSON form; it is safe for
 	// concurrent use. nil: not available.
 	Residency func() any
-	// KV returns where KV blocks are, likewise.
-	KV func() any
+	// KV returns where KV blocks are, and Now what the node is doing, likewise.
+	KV, Now func() any
 	// Harvest serves requests of other processes for borrowed memory, on the admin address; nil:
 	// nothing is borrowed.
 	Harvest http.Handler
@@ -256,6 +256,7 @@ func New(o Options) *Server {
 		"/metrics":                    get(route{handle: s.metrics, open: true}),
 		"/debug/residency":            get(route{handle: s.residency}),
 		"/debug/kv":                   get(route{handle: s.kv}),
+		"/debug/node":                 get(route{handle: s.node}),
 		"/debug/turns":                get(route{handle: s.turns}),
 		"/debug/events":               {http.MethodGet: route{handle: s.events}},
 	}

@@ -83,7 +83,7 @@ func benchSleep(ctx context.Context, s *streams, set *settings, o *sleepOptions)
 	}
 	defer func() { err = errors.Join(err, res.close()) }()
 	defer func() { err = errors.Join(err, closeModels(all)) }()
-	if err := openModels(ctx, s, node.Options{Explicit: set.given, Log: set.logger(s.err), DeviceTime: true, ExpectCPU: set.Model.Name == ""}, all); err != nil {
+	if err := openModels(ctx, s, node.Options{Explicit: set.given, Log: set.logger(s.err), DeviceTime: true, ExpectCPU: set.Model.Name == ""}, all, nil); err != nil {
 		return err
 	}
 	measure := sleep.Options{Levels: o.levels, Trials: o.trials, Asleep: o.asleep}

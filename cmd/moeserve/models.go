@@ -18,6 +18,7 @@ import (
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/node/checkpoint"
 	"github.com/moeserve/moeserve/node/devices"
+	"github.com/moeserve/moeserve/node/observe"
 	"github.com/moeserve/moeserve/node/sleeping"
 	"github.com/moeserve/moeserve/node/turns"
 	"github.com/moeserve/moeserve/server"
@@ -112,15 +113,21 @@ func servedModels(set *settings) ([]*served, error) {
 }
 
 // openModels loads the models on the same devices. Only the first is awake at the end; the others
-// sleep with their weights in host memory. The caller closes the nodes, also after an error.
-func openModels(ctx context.Context, s *streams, o node.Options, all []*served) error {
+// sleep with their weights in host memory. The caller closes the nodes, also after an error. events gets their
+// steps while somebody follows; nil: nobody does.
+func openModels(ctx context.Context, s *streams, o node.Options, all []*served, events *server.Events) error {
 	if len(all) > 1 {
 		o.Share = &devices.Shared{}
 	}
 	for i, m := range slices.Backward(all) {
 		one := o
 		one.Settings, one.WithoutTokenizer = m.set.Settings, withoutTokenizer(m.set.Model.Name)
-		one.Listener = engine.Listener{StepFinished: m.metrics.ObserveStep}
+		one.Listener = engine.Listener{StepFinished: func(i engine.StepInfo) {
+			m.metrics.ObserveStep(i)
+			if events != nil && events.Followed() {
+				events.Publish(observe.EngineStep, m.node.Observe().Step(i))
+			}
+		}}
 		var err error
 		if m.node, err = open(ctx, s, one, false); err != nil {
 			return err

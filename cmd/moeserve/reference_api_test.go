@@ -125,6 +125,7 @@ var endpoints = map[string]string{
 	"/v1/responses":               "POST: completions of conversations in the form of OpenAI's Responses API; nothing is stored ([guide](../guide/serving.md#other-forms-of-a-chat))",
 	"/v1/messages":                "POST: completions of conversations in the form of Anthropic's Messages API ([guide](../guide/serving.md#other-forms-of-a-chat))",
 	"/v1/messages/count_tokens":   "POST: how many tokens the prompt of such a conversation has (Anthropic)",
+	"/debug/node":                 "GET: what the node is doing: sequences, tokens, memory, links, stalls (what the admin address' page shows), of `?model=NAME` or the first model",
 	"/tokenizer_info":             "GET: the tokenizer's configuration, with its special tokens and the chat template, of `?model=NAME` or the first model (vLLM)",
 	"/v1/models":                  "GET: the served model, by each of its names; `/v1/models/NAME` too",
 	"/v1/completions/render":      "POST: the token ids of each prompt of a completion request, which is not run (vLLM; routers look prefixes up by them)",

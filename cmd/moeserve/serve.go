@@ -162,7 +162,7 @@ func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err 
 		}
 	}
 	defer func() { err = errors.Join(err, closeModels(all)) }()
-	if err := openModels(ctx, s, o, all); err != nil {
+	if err := openModels(ctx, s, o, all, events); err != nil {
 		return err
 	}
 	runner, err := newTurns(all, time.Duration(set.Serve.TurnTime*float64(time.Second)), srv, log)
@@ -320,6 +320,7 @@ func model(names []string, defaults *sampling, s *configs.Serve, n *node.Node) *
 		Defaults: defaults.params, ChatTokens: defaults.maxTokens, Created: time.Now(),
 		Collectors: n.Observe().Collectors(names[0]),
 		Residency:  func() any { return n.Observe().Residency() },
+		Now:        func() any { return n.Observe().Now() },
 		KV:         func() any { return n.Observe().KV() },
 		Sleeper:    sleeper{n},
 	}

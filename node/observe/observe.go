@@ -6,6 +6,7 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/engine/scheduler"
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/kvcache/events"
@@ -41,13 +42,18 @@ type Parts struct {
 	LoadTime time.Duration
 	// Sleep reads whether the model sleeps.
 	Sleep func() Sleep
+	// Predict is the planner's prediction of a step's seconds; nil: the hardware is not known.
+	Predict func(scheduler.Mix) float64
 }
 
 // Observer reads what the parts count.
-type Observer struct{ p Parts }
+type Observer struct {
+	p    Parts
+	last lastStep
+}
 
 // New makes an observer. The parts stay their owner's.
-func New(p Parts) *Observer { return &Observer{p} }
+func New(p Parts) *Observer { return &Observer{p: p} }
 
 // Backend is the name of what computes: "cpu", "cuda".
 func (o *Observer) Backend() string { return o.p.Backend }

@@ -1,0 +1,151 @@
+package observe
+
+import (
+	"sync"
+	"time"
+
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/pipeline"
+)
+
+// EngineStep is the name of the event of a step.
+const EngineStep = "engine.step"
+
+// maxRoutedTokens is the largest step whose event has the experts of its tokens.
+const maxRoutedTokens = 8
+
+// Step is a step that has ended, as an event with a JSON form. Stalls, links and experts are those since the
+// step before; the first one that is observed has none.
+type Step struct {
+	Event string    `json:"event"`
+	Time  time.Time `json:"time"`
+	// Step is its number since the node was opened.
+	Step int64 `json:"step"`
+	// Tokens computed, of how many Sequences, and new tokens Sampled.
+	Tokens    int     `json:"tokens"`
+	Sequences int     `json:"sequences"`
+	Sampled   int     `json:"sampled"`
+	Seconds   float64 `json:"seconds"`
+	// Predicted is the planner's prediction of its seconds on the hardware that it knows; 0: none.
+	Predicted float64 `json:"predicted_seconds,omitempty"`
+	// Stalls are the compute stream's, in seconds by cause.
+	Stalls map[string]float64 `json:"stalls,omitempty"`
+	Links  []LinkUse          `json:"links,omitempty"`
+	// Routed are the experts of the step's tokens, as [layer, expert, tokens], in steps of up to 8 tokens.
+	Routed [][3]int64 `json:"routed,omitempty"`
+}
+
+// LinkUse is what a link copied within a step.
+type LinkUse struct {
+	Source      string  `json:"src"`
+	Destination string  `json:"dst"`
+	Bytes       int64   `json:"bytes"`
+	BusySeconds float64 `json:"busy_seconds"`
+}
+
+// lastStep is what counters had at the end of the last step that was observed.
+type lastStep struct {
+	mu     sync.Mutex
+	steps  int64 // 0: none was observed
+	stalls pipeline.Stalls
+	links  map[device.Pair]LinkUse
+	routed [][]int64
+}
+
+// Step describes a step that has just ended. The engine's goroutine calls it; it takes time in proportion to the model's
+// experts, so only while somebody wants to know.
+func (o *Observer) Step(i engine.StepInfo) Step {
+	l := &o.last
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	s := Step{
+		Event: EngineStep, Time: time.Now(), Step: o.p.Engine.State().Steps, Tokens: i.Tokens, Sequences: i.Sequences, Sampled: i.Sampled, Seconds: i.Duration.Seconds(),
+	}
+	if o.p.Predict != nil {
+		s.Predicted = o.p.Predict(i.Mix)
+	}
+	follows := l.steps > 0 && s.Step == l.steps+1
+	l.steps = s.Step
+	stalls := o.p.Pipeline.Stalls()
+	if follows {
+		s.Stalls = map[string]float64{}
+		for name, seconds := range stalls.ByName() {
+			if d := seconds - l.stalls.ByName()[name]; d > 0 {
+				s.Stalls[name] = d
+			}
+		}
+	}
+	l.stalls = stalls
+	links := map[device.Pair]LinkUse{}
+	for _, t := range o.p.Transfer.Stats() {
+		pair := device.Pair{From: t.From, To: t.To}
+		links[pair] = LinkUse{t.From.String(), t.To.String(), t.Bytes, t.Busy.Seconds()}
+		if before := l.links[pair]; follows && t.Bytes > before.Bytes {
+			s.Links = append(s.Links, LinkUse{t.From.String(), t.To.String(), t.Bytes - before.Bytes, t.Busy.Seconds() - before.BusySeconds})
+		}
+	}
+	l.links = links
+	routed := o.p.Store.RoutedTokens()
+	if follows && i.Tokens <= maxRoutedTokens {
+		numbers := o.p.Store.LayerNumbers()
+		for layer, counts := range routed {
+			for expert, n := range counts {
+				if d := n - l.routed[layer][expert]; d > 0 {
+					s.Routed = append(s.Routed, [3]int64{int64(numbers[layer]), int64(expert), d})
+				}
+			}
+		}
+	}
+	l.routed = routed
+	return s
+}
+
+// Now is what a node is doing: what its page shows beside where experts and KV blocks are. It has a JSON form.
+type Now struct {
+	Time    time.Time `json:"time"`
+	Backend string    `json:"backend"`
+	// Running and Waiting samples; Steps, and tokens computed of prompts and generated, since the start.
+	Running         int   `json:"running"`
+	Waiting         int   `json:"waiting"`
+	Steps           int64 `json:"steps"`
+	PrefillTokens   int64 `json:"prefill_tokens"`
+	GeneratedTokens int64 `json:"generated_tokens"`
+	Preemptions     int64 `json:"preemptions"`
+	PrefixQueries   int64 `json:"prefix_cache_queries"`
+	PrefixHits      int64 `json:"prefix_cache_hits"`
+	// Hits and Misses of experts, and the share that is offloaded.
+	Hits            int64   `json:"expert_hits"`
+	Misses          int64   `json:"expert_misses"`
+	OffloadFraction float64 `json:"offload_fraction"`
+	// Memories of the machine, and Links between them.
+	Memories Memories           `json:"memories"`
+	Links    []LinkState        `json:"links"`
+	Stalls   map[string]float64 `json:"stalls"`
+	// SleepLevel is 0 while the model is awake.
+	SleepLevel int `json:"sleep_level"`
+	// Failing is why the present step fails; empty: it does not.
+	Failing string `json:"failing,omitempty"`
+}
+
+// LinkState is what a link has copied, and its rate; 0: not known, or not limited.
+type LinkState struct {
+	LinkUse
+	BytesPerSecond float64 `json:"bytes_per_second"`
+}
+
+// Now reads it. It may be called while requests run.
+func (o *Observer) Now() Now {
+	e, x := o.p.Engine.State(), o.Experts()
+	n := Now{
+		Time: time.Now(), Backend: o.p.Backend, Running: e.Running, Waiting: e.Waiting, Steps: e.Steps, PrefillTokens: e.PrefillTokens,
+		GeneratedTokens: e.GeneratedTokens, Preemptions: e.Preemptions, PrefixQueries: e.PrefixCacheQueries, PrefixHits: e.PrefixCacheHits,
+		Hits: x.Hits, Misses: x.Misses, OffloadFraction: x.OffloadFraction(),
+		Links: []LinkState{}, Stalls: o.p.Pipeline.Stalls().ByName(), SleepLevel: int(o.p.Sleep().Level), Failing: text(e.Failing),
+	}
+	n.Memories, _ = o.Memories() // what is lost has none
+	for _, l := range o.Links() {
+		n.Links = append(n.Links, LinkState{LinkUse{l.From.String(), l.To.String(), l.Bytes, l.Busy.Seconds()}, l.BytesPerSecond})
+	}
+	return n
+}

@@ -1,0 +1,401 @@
+// Views draw the sections of the page. Texts of the server are put in as text.
+
+const svgSpace = "http://www.w3.org/2000/svg";
+const $ = (id) => document.getElementById(id);
+
+// element makes an element with attributes and children; texts become text nodes.
+export function element(name, attributes = {}, ...children) {
+  const e = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) if (value !== undefined) e.setAttribute(key, value);
+  e.append(...children);
+  return e;
+}
+
+function shape(name, attributes = {}, ...children) {
+  const e = document.createElementNS(svgSpace, name);
+  for (const [key, value] of Object.entries(attributes)) e.setAttribute(key, value);
+  e.append(...children);
+  return e;
+}
+
+export const number = (x, digits = 1) => x.toLocaleString("en", { maximumFractionDigits: digits });
+
+// bytes as people read them.
+export function bytes(n) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let i = 0;
+  for (; n >= 1024 && i < units.length - 1; i++) n /= 1024;
+  return `${number(n, n < 10 ? 2 : 1)} ${units[i]}`;
+}
+
+const seconds = (s) => (s < 1 ? `${number(s * 1e3, 2)} ms` : `${number(s, 1)} s`);
+
+function span(s) {
+  if (s < 120) return `${Math.round(s)} s`;
+  if (s < 7200) return `${Math.round(s / 60)} min`;
+  return `${number(s / 3600, 1)} h`;
+}
+
+// rows puts rows into a table's body: each is a list of cells, the first of which heads it.
+function rows(id, all, empty) {
+  const body = $(id).tBodies[0];
+  const columns = $(id).tHead.rows[0].cells;
+  body.replaceChildren(
+    ...all.map((cells) =>
+      element("tr", {}, ...cells.map((cell, i) => element(i ? "td" : "th", { scope: i ? undefined : "row", class: columns[i].className || undefined }, cell ?? "–"))),
+    ),
+  );
+  if (!all.length) body.append(element("tr", {}, element("td", { colspan: columns.length, class: "quiet" }, empty)));
+}
+
+// bar shows a share from 0 to 1, which the cells beside it say in numbers.
+function bar(share, label) {
+  const part = element("i");
+  part.style.width = `${Math.min(1, Math.max(0, share)) * 100}%`;
+  return element("div", { class: "bar", role: "img", "aria-label": label ?? `${number(100 * share)} %` }, part);
+}
+
+// header shows which model and server this is.
+export function header(node, uptime) {
+  $("model").textContent = node.model;
+  $("about").textContent = `moeserve ${node.version} · ${node.now.backend} · context ${number(node.max_model_len)} tokens · up ${span(uptime)}`;
+  document.title = `${node.model} · moeserve`;
+}
+
+// state shows what the server does in a word.
+export function state(text, bad) {
+  if ($("state").textContent !== text) $("state").textContent = text;
+  $("state").toggleAttribute("data-bad", bad);
+}
+
+// now shows the figures of the moment; rates are those since the last call.
+export function now(n, rates) {
+  const hits = n.expert_hits + n.expert_misses;
+  const all = [
+    ["Generated", number(rates.generated), "tok/s"],
+    ["Prompts", number(rates.prefill), "tok/s"],
+    ["Running", number(n.running), "sequences"],
+    ["Waiting", number(n.waiting), "sequences"],
+    ["Steps", number(rates.steps), "per s"],
+    ["Experts offloaded", number(100 * n.offload_fraction), "%"],
+    ["Expert hits", hits ? number((100 * n.expert_hits) / hits) : "–", "%"],
+    ["Prefix cache hits", n.prefix_cache_queries ? number((100 * n.prefix_cache_hits) / n.prefix_cache_queries) : "–", "%"],
+    ["Preemptions", number(n.preemptions), ""],
+  ];
+  $("now").replaceChildren(
+    ...all.map(([what, value, unit]) => element("div", {}, element("dt", {}, what), element("dd", {}, value, " ", element("small", {}, unit)))),
+  );
+}
+
+// memory shows the spaces.
+export function memory(memories) {
+  rows(
+    "memory",
+    memories.map((m) => [
+      m.space,
+      bar(m.capacity_bytes ? m.allocated_bytes / m.capacity_bytes : 0),
+      bytes(m.allocated_bytes),
+      m.capacity_bytes ? bytes(m.capacity_bytes) : "–",
+    ]),
+    "No memory is known.",
+  );
+}
+
+// links shows what links copy; rates are bytes per second by link.
+export function links(all, rates) {
+  rows(
+    "links",
+    all.map((l) => {
+      const rate = rates.get(`${l.src} ${l.dst}`) ?? 0;
+      return [
+        `${l.src} → ${l.dst}`,
+        l.bytes_per_second ? bar(rate / l.bytes_per_second) : "–",
+        number(rate / 1e9, 2),
+        l.bytes_per_second ? number(l.bytes_per_second / 1e9) : "–",
+        number(l.bytes / 1e9, 2),
+      ];
+    }),
+    "Nothing has been copied.",
+  );
+}
+
+// kv shows the KV cache and the tiers below it.
+export function kv(k) {
+  const gpu = ["GPU", bar(k.blocks ? k.used_blocks / k.blocks : 0), number(k.used_blocks), number(k.blocks), "–", "–"];
+  const tiers = (k.tiers ?? []).map((t) => [
+    t.medium,
+    bar(t.capacity_blocks ? t.used_blocks / t.capacity_blocks : 0),
+    number(t.used_blocks),
+    number(t.capacity_blocks),
+    bytes(t.stored_bytes),
+    bytes(t.loaded_bytes),
+  ]);
+  rows("kv", [gpu, ...tiers], "");
+}
+
+const tiers = [
+  ["resident", "R", "resident: in the GPU's memory"],
+  ["cached", "C", "cached: in the GPU's expert cache"],
+  ["peer", "P", "peer: in another GPU's memory"],
+  ["host", "H", "host: in host memory"],
+];
+const letter = Object.fromEntries(tiers.map(([name, l]) => [name, l]));
+
+// Grid is the grid of experts: a row for each layer. One cell is in the order of tabs, and arrow keys move it.
+export class Grid {
+  constructor() {
+    this.cells = [];
+    this.at = [0, 0];
+    $("experts-legend").replaceChildren(
+      ...tiers.map(([name, l, what]) => element("li", {}, element("i", { "data-tier": name }, l), what)),
+      element("li", {}, "underlined: used since the page was last updated"),
+    );
+    $("grid").addEventListener("keydown", (e) => this.key(e));
+    $("grid").addEventListener("focusin", (e) => this.focused(e.target));
+    $("grid").addEventListener("click", (e) => e.target.focus());
+  }
+
+  build(layers) {
+    const experts = Math.max(...layers.map((l) => l.experts.length));
+    $("grid").style.setProperty("--experts", experts);
+    $("grid").setAttribute("aria-rowcount", layers.length);
+    $("grid").setAttribute("aria-colcount", experts);
+    const every = experts > 32 ? 8 : experts > 16 ? 4 : 1;
+    const head = element("div", { role: "row" }, element("span", { role: "columnheader", "aria-label": "layer" }));
+    for (let i = 0; i < experts; i++) head.append(element("span", { role: "columnheader", "aria-label": `expert ${i}` }, i % every ? "" : `${i}`));
+    this.cells = layers.map((l, row) =>
+      l.experts.map((_, column) => element("span", { role: "gridcell", tabindex: row || column ? -1 : 0, "data-row": row, "data-column": column })),
+    );
+    $("grid").replaceChildren(
+      head,
+      ...layers.map((l, row) => element("div", { role: "row" }, element("span", { role: "rowheader" }, `${l.layer}`), ...this.cells[row])),
+    );
+    this.at = [0, 0];
+  }
+
+  // update shows where experts are.
+  update(layers) {
+    if (layers.length !== this.cells.length || layers.some((l, i) => l.experts.length !== this.cells[i].length)) {
+      this.build(layers);
+      this.before = undefined;
+    }
+    layers.forEach((l, row) =>
+      l.experts.forEach((e, column) => {
+        const cell = this.cells[row][column];
+        if (cell.dataset.tier !== e.tier) {
+          cell.dataset.tier = e.tier;
+          cell.textContent = letter[e.tier] ?? e.tier[0].toUpperCase();
+        }
+        cell.toggleAttribute("data-moving", Boolean(e.moving));
+        cell.toggleAttribute("data-used", this.before !== undefined && e.uses > this.before[row].experts[column].uses);
+        cell.setAttribute("aria-label", `layer ${l.layer}, expert ${column}: ${e.tier}${e.peer ? ` ${e.peer}` : ""}`);
+      }),
+    );
+    this.before = layers;
+    if ($("grid").contains(document.activeElement)) this.describe();
+  }
+
+  key(e) {
+    const [row, column] = this.at;
+    const last = this.cells[row].length - 1;
+    const to = {
+      ArrowRight: [row, column + 1],
+      ArrowLeft: [row, column - 1],
+      ArrowDown: [row + 1, column],
+      ArrowUp: [row - 1, column],
+      Home: [e.ctrlKey ? 0 : row, 0],
+      End: [e.ctrlKey ? this.cells.length - 1 : row, last],
+      PageDown: [Math.min(row + 8, this.cells.length - 1), column],
+      PageUp: [Math.max(row - 8, 0), column],
+    }[e.key];
+    if (!to) return;
+    e.preventDefault();
+    this.cells[to[0]]?.[to[1]]?.focus();
+  }
+
+  focused(cell) {
+    if (cell.dataset.row === undefined) return;
+    this.cells[this.at[0]][this.at[1]].tabIndex = -1;
+    this.at = [Number(cell.dataset.row), Number(cell.dataset.column)];
+    cell.tabIndex = 0;
+    this.describe();
+  }
+
+  describe() {
+    const layer = this.before[this.at[0]];
+    const e = layer.experts[this.at[1]];
+    $("expert").textContent =
+      `Layer ${layer.layer}, expert ${this.at[1]}: ${e.tier}${e.peer ? ` on ${e.peer}` : ""}${e.lent ? ", in memory lent by the KV cache" : ""}${e.moving ? ", moving" : ""}. ` +
+      `Used by ${number(e.uses)} steps for ${number(e.routed_tokens)} tokens, fetched ${number(e.fetches)} times.`;
+  }
+}
+
+// Peers draws the memory of peers over time: what is borrowed, and what other processes have.
+export class Peers {
+  constructor() {
+    this.samples = [];
+  }
+
+  update(harvest, peers) {
+    if (!harvest || !harvest.peers.length) return;
+    this.samples.push({ at: Date.now() / 1e3, peers: harvest.peers });
+    if (this.samples.length > 300) this.samples.shift();
+    const w = 640, h = 96, left = 6, gap = 26;
+    const from = this.samples[0].at, length = Math.max(30, this.samples.at(-1).at - from);
+    const x = (at) => left + ((at - from) / length) * (w - 2 * left);
+    const all = shape("svg", { viewBox: `0 0 ${w} ${harvest.peers.length * (h + gap)}`, role: "img" });
+    harvest.peers.forEach((p, i) => {
+      const top = i * (h + gap) + 16;
+      const scale = (h - 4) / p.capacity_bytes;
+      const area = (value) => {
+        const points = this.samples.map((s) => [x(s.at), top + h - 4 - value(s.peers[i]) * scale]);
+        return `M${x(from)},${top + h - 4} L${points.map((q) => q.map((v) => v.toFixed(1)).join(",")).join(" L")} L${points.at(-1)[0].toFixed(1)},${top + h - 4} Z`;
+      };
+      const name = peers.find((q) => q.device === p.device)?.name;
+      all.append(
+        shape("path", { d: area((s) => s.other_processes_bytes + s.used_bytes), fill: "var(--peer)" }),
+        shape("path", { d: area((s) => s.other_processes_bytes), fill: "var(--host)" }),
+        shape("line", { class: "axis", x1: left, x2: w - left, y1: top + h - 4, y2: top + h - 4 }),
+        shape("line", { class: "mark", "stroke-dasharray": "5 4", x1: left, x2: w - left, y1: top + p.headroom_bytes * scale, y2: top + p.headroom_bytes * scale }),
+        shape("text", { x: left, y: top - 4 }, `${p.device}${name ? ` ${name}` : ""}, ${bytes(p.capacity_bytes)}: borrowed ${bytes(p.used_bytes)}, others ${bytes(p.other_processes_bytes)}, ${p.health}`),
+      );
+    });
+    const say = harvest.peers.map((p) => `${p.device}: borrowed ${bytes(p.used_bytes)}, other processes ${bytes(p.other_processes_bytes)}, of ${bytes(p.capacity_bytes)}`).join("; ");
+    all.setAttribute("aria-label", say);
+    $("peers").replaceChildren(all, element("p", { class: "quiet" }, `The last ${span(this.samples.at(-1).at - from)}, from left to right.`));
+    $("peers-legend").replaceChildren(
+      element("li", {}, element("i", { "data-tier": "peer" }), "borrowed"),
+      element("li", {}, element("i", { "data-tier": "host" }), "other processes"),
+      element("li", {}, shape("svg", { viewBox: "0 0 24 12", "aria-hidden": "true" }, shape("line", { x1: 0, x2: 24, y1: 6, y2: 6, stroke: "currentColor", "stroke-dasharray": "5 4" })), "above it: the headroom, never borrowed"),
+    );
+  }
+}
+
+const causes = {
+  "expert-copy": "copies of experts",
+  "router-sync": "the host to read the router",
+  "cpu-attention": "attention on the CPU",
+  "kv-copy": "copies for attention on the CPU",
+  "launch-bound": "launches",
+  "kv-load": "KV blocks to be loaded",
+  "cpu-experts": "experts on the CPU",
+};
+const names = Object.keys(causes);
+
+// Steps keeps the last steps, and draws how long they took and what they waited for.
+export class Steps {
+  constructor() {
+    this.all = [];
+    $("steps-legend").replaceChildren(
+      element("li", {}, Steps.swatch("var(--compute)"), "computing"),
+      ...names.map((n, i) => element("li", {}, Steps.swatch(`var(--s${i})`), `waiting for ${causes[n]}`)),
+      element("li", {}, shape("svg", { viewBox: "0 0 24 12", "aria-hidden": "true" }, shape("line", { x1: 2, x2: 22, y1: 6, y2: 6, stroke: "currentColor", "stroke-width": 2 })), "predicted"),
+      element("li", {}, shape("svg", { viewBox: "0 0 24 12", "aria-hidden": "true" }, shape("path", { d: "M6,10 L12,2 L18,10 Z", fill: "currentColor" })), "longer than the chart is high"),
+    );
+  }
+
+  static swatch(color) {
+    const i = element("i");
+    i.style.background = color;
+    return i;
+  }
+
+  add(step) {
+    this.all.push(step);
+    if (this.all.length > 600) this.all.shift();
+  }
+
+  draw() {
+    const shown = this.all.slice(-100);
+    if (!shown.length) return;
+    const w = 1200, h = 150, bottom = 18, left = 60;
+    // A few long steps would make the others invisible: what is above is cut, and marked.
+    const most = shown.map((s) => s.seconds).sort((a, b) => a - b)[Math.floor(0.97 * (shown.length - 1))] * 1.15;
+    const y = (s) => (s / most) * (h - bottom - 10);
+    const width = (w - left) / 100;
+    const all = shape("svg", { viewBox: `0 0 ${w} ${h}`, role: "img", "aria-label": `The last ${shown.length} steps, the longest of ${seconds(Math.max(...shown.map((s) => s.seconds)))}; the table below has them` });
+    all.append(
+      shape("line", { class: "axis", x1: left, x2: w, y1: h - bottom, y2: h - bottom }),
+      shape("text", { x: left - 6, y: 14, "text-anchor": "end" }, seconds(most)),
+      shape("text", { x: left - 6, y: h - bottom, "text-anchor": "end" }, "0"),
+      shape("text", { x: left, y: h - 4 }, `step ${number(shown[0].step)}`),
+      shape("text", { x: left + shown.length * width, y: h - 4, "text-anchor": "end" }, shown.length > 12 ? number(shown.at(-1).step) : ""),
+    );
+    shown.forEach((s, i) => {
+      const stalls = names.map((n) => s.stalls?.[n] ?? 0);
+      const waited = stalls.reduce((a, b) => a + b, 0);
+      let at = h - bottom;
+      [["var(--compute)", Math.max(0, s.seconds - waited)], ...stalls.map((t, k) => [`var(--s${k})`, t])].forEach(([color, t]) => {
+        const height = Math.min(y(t), at - 10);
+        if (height < 0.2) return;
+        at -= height;
+        all.append(shape("rect", { x: left + i * width + 0.5, y: at.toFixed(1), width: (width - 1).toFixed(1), height: height.toFixed(1), fill: color }));
+      });
+      if (s.seconds > most) {
+        const [l, r] = [left + i * width, left + (i + 1) * width];
+        all.append(shape("path", { class: "cut", d: `M${l},8 L${(l + r) / 2},0 L${r},8 Z` }, shape("title", {}, seconds(s.seconds))));
+      }
+      if (s.predicted_seconds && s.predicted_seconds <= most) {
+        const p = h - bottom - y(s.predicted_seconds);
+        all.append(shape("line", { class: "mark", x1: left + i * width, x2: left + (i + 1) * width, y1: p.toFixed(1), y2: p.toFixed(1) }));
+      }
+    });
+    $("steps").replaceChildren(all);
+    this.compare(shown);
+    rows(
+      "steps-table",
+      shown.slice(-40).reverse().map((s) => [
+        number(s.step),
+        number(s.tokens),
+        number(s.sequences),
+        number(s.seconds * 1e3, 2),
+        s.predicted_seconds ? number(s.predicted_seconds * 1e3, 2) : "–",
+        Object.entries(s.stalls ?? {}).map(([n, t]) => `${causes[n] ?? n} ${seconds(t)}`).join(", ") || "nothing",
+        (s.links ?? []).map((l) => `${l.src} → ${l.dst} ${bytes(l.bytes)}`).join(", ") || "nothing",
+      ]),
+      "",
+    );
+  }
+
+  compare(shown) {
+    const with_ = shown.filter((s) => s.predicted_seconds);
+    if (!with_.length) {
+      $("compared").textContent = "The planner predicts no times: the hardware is not known.";
+      return;
+    }
+    const median = (all) => all.sort((a, b) => a - b)[all.length >> 1];
+    const measured = median(with_.map((s) => s.seconds)), predicted = median(with_.map((s) => s.predicted_seconds));
+    $("compared").textContent = `Median of these steps: ${seconds(measured)}; the planner predicts ${seconds(predicted)} (measured / predicted ${number(measured / predicted, 2)}).`;
+  }
+}
+
+// tokens shows the tokens of a completion, and the experts that the step of each used.
+export function tokens(all) {
+  $("tokens").hidden = false;
+  const byLayer = (routed) => {
+    const layers = new Map();
+    for (const [layer, expert] of routed) layers.set(layer, [...(layers.get(layer) ?? []), expert]);
+    return [...layers].flatMap(([layer, experts]) => [element("b", {}, `${layer}: `), `${experts.join(" ")}  `]);
+  };
+  $("tokens").tBodies[0].replaceChildren(
+    ...all.map(({ text, step }) =>
+      element(
+        "tr",
+        {},
+        element("td", {}, text ? JSON.stringify(text).slice(1, -1) : "(no text)"),
+        element("td", {}, ...(step?.routed ? [...byLayer(step.routed), step.sequences > 1 ? `(with ${step.sequences - 1} other sequences)` : ""] : [step ? "the prompt's step, of many tokens" : "…"])),
+      ),
+    ),
+  );
+}
+
+// happened puts an event on top of the list.
+export function happened(e) {
+  const rest = Object.entries(e)
+    .filter(([k]) => k !== "event" && k !== "time")
+    .map(([k, v]) => (k === "bytes" ? bytes(v) : k.endsWith("_ns") ? `${k.slice(0, -3)} ${seconds(v / 1e9)}` : `${k} ${v}`))
+    .join(", ");
+  const at = e.time ? new Date(e.time).toLocaleTimeString("en-GB") : "";
+  $("events").prepend(element("li", {}, element("time", {}, at), `${e.event}: ${rest}`));
+  while ($("events").children.length > 60) $("events").lastChild.remove();
+}

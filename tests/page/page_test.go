@@ -1,0 +1,349 @@
+// Package page opens the page of the admin address in headless Chromium.
+package page
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/chromedp/cdproto/emulation"
+	"github.com/chromedp/cdproto/runtime"
+	"github.com/chromedp/chromedp"
+	"github.com/chromedp/chromedp/kb"
+)
+
+// program builds moeserve once.
+var program = sync.OnceValues(func() (string, error) {
+	dir, err := os.MkdirTemp("", "page")
+	if err != nil {
+		return "", err
+	}
+	path := filepath.Join(dir, "moeserve")
+	c := exec.Command("go", "build", "-o", path, "./cmd/moeserve")
+	c.Dir, c.Env = "../..", append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := c.CombinedOutput(); err != nil {
+		return "", fmt.Errorf("%w: %s", err, out)
+	}
+	return path, nil
+})
+
+func TestMain(m *testing.M) {
+	code := m.Run()
+	if path, err := program(); err == nil {
+		os.RemoveAll(filepath.Dir(path))
+	}
+	os.Exit(code)
+}
+
+// node is a server in a process of its own: its API and its admin address.
+type node struct{ api, admin string }
+
+var addresses = regexp.MustCompile(`msg="?(serving|admin address)"?.* address=(http://\S+)`)
+
+func serve(t *testing.T, env []string, args ...string) node {
+	t.Helper()
+	path, err := program()
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := exec.Command(path, append([]string{"serve", "--port", "0", "--admin-address", "127.0.0.1:0"}, args...)...)
+	for _, v := range os.Environ() {
+		if !strings.HasPrefix(v, "MOESERVE_") { // settings, as it sees them
+			c.Env = append(c.Env, v)
+		}
+	}
+	c.Env = append(c.Env, env...)
+	log, err := c.StderrPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = c.Process.Signal(syscall.SIGTERM)
+		_, _ = io.Copy(io.Discard, log)
+		if err := c.Wait(); err != nil {
+			t.Error(err)
+		}
+	})
+	var n node
+	for lines := bufio.NewScanner(log); lines.Scan(); {
+		if m := addresses.FindStringSubmatch(lines.Text()); m != nil {
+			if m[1] == "serving" {
+				n.api = m[2]
+				go func() { _, _ = io.Copy(io.Discard, log) }()
+				return n
+			}
+			n.admin = m[2]
+		}
+	}
+	t.Fatal("it does not serve")
+	return n
+}
+
+// browse opens a tab. What it writes to the console as an error, and exceptions, are the test's.
+func browse(t *testing.T) context.Context {
+	t.Helper()
+	path := ""
+	for _, name := range []string{"chromium", "chromium-browser", "google-chrome"} {
+		if p, err := exec.LookPath(name); err == nil {
+			path = p
+			break
+		}
+	}
+	if path == "" {
+		t.Skip("no Chromium")
+	}
+	o := append(chromedp.DefaultExecAllocatorOptions[:], chromedp.ExecPath(path), chromedp.NoSandbox, chromedp.Flag("hide-scrollbars", true))
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
+	t.Cleanup(cancel)
+	ctx, cancel = chromedp.NewExecAllocator(ctx, o...)
+	t.Cleanup(cancel)
+	ctx, cancel = chromedp.NewContext(ctx)
+	t.Cleanup(cancel)
+	chromedp.ListenTarget(ctx, func(e any) {
+		switch e := e.(type) {
+		case *runtime.EventExceptionThrown:
+			t.Errorf("exception: %s", e.ExceptionDetails.Error())
+		case *runtime.EventConsoleAPICalled:
+			if e.Type == runtime.APITypeError {
+				t.Errorf("console: %s", e.Args[0].Value)
+			}
+		}
+	})
+	return ctx
+}
+
+func run(t *testing.T, ctx context.Context, actions ...chromedp.Action) {
+	t.Helper()
+	if err := chromedp.Run(ctx, actions...); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// wait waits until an expression is true.
+func wait(expression string) chromedp.Action {
+	return chromedp.Poll(expression, nil, chromedp.WithPollingTimeout(time.Minute))
+}
+
+// value evaluates an expression.
+func value[T any](t *testing.T, ctx context.Context, expression string) (v T) {
+	t.Helper()
+	run(t, ctx, chromedp.Evaluate(expression, &v))
+	return v
+}
+
+// size is that of the window.
+func size(width, height int64) chromedp.Action {
+	return emulation.SetDeviceMetricsOverride(width, height, 1, false)
+}
+
+// shoot saves a picture of the page in the folder that MOESERVE_SCREENSHOTS names.
+func shoot(t *testing.T, ctx context.Context, name string) {
+	t.Helper()
+	dir := os.Getenv("MOESERVE_SCREENSHOTS")
+	if dir == "" {
+		return
+	}
+	var png []byte
+	run(t, ctx, chromedp.FullScreenshot(&png, 100))
+	if err := os.WriteFile(filepath.Join(dir, name), png, 0o666); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// accessible has axe-core look for violations of WCAG 2 A and AA, where MOESERVE_AXE is its file.
+func accessible(t *testing.T, ctx context.Context, where string) {
+	t.Helper()
+	path := os.Getenv("MOESERVE_AXE")
+	if path == "" {
+		t.Log("MOESERVE_AXE is not set: axe-core was not run")
+		return
+	}
+	axe, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var found string
+	run(t, ctx, chromedp.Evaluate(string(axe)+";0", nil), chromedp.Evaluate(
+		`axe.run({runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]}).then(r => JSON.stringify(r.violations.map(v => v.id + ": " + v.nodes.slice(0, 3).map(n => n.html.slice(0, 120) + " " + n.failureSummary))))`,
+		&found, func(p *runtime.EvaluateParams) *runtime.EvaluateParams { return p.WithAwaitPromise(true) }))
+	if found != "[]" {
+		t.Errorf("%s: %s", where, found)
+	}
+}
+
+// load has clients complete prompts until the test ends.
+func load(t *testing.T, n node, clients int) {
+	t.Helper()
+	stop := make(chan struct{})
+	var all sync.WaitGroup
+	for i := range clients {
+		all.Go(func() {
+			for j := 0; ; j++ {
+				select {
+				case <-stop:
+					return
+				default:
+				}
+				body := fmt.Sprintf(`{"prompt": "sort: %s =", "max_tokens": 60, "ignore_eos": true, "temperature": 0.7}`, strings.Repeat(string(rune('a'+(i+j)%26))+" ", 5+j%20))
+				r, err := http.Post(n.api+"/v1/completions", "application/json", strings.NewReader(body))
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				_, _ = io.Copy(io.Discard, r.Body)
+				_ = r.Body.Close()
+			}
+		})
+	}
+	t.Cleanup(func() { close(stop); all.Wait() })
+}
+
+// TestPage: the page shows what a node under load does.
+func TestPage(t *testing.T) {
+	n := serve(t, nil, "--emulate", "gpus=3,hbm=64MiB,pcie=2GB/s,nvlink=8GB/s", "--offload-fraction", "0.6", "--harvest-headroom", "50%", "--max-num-seqs", "8",
+		"--kv-transfer-config", `{"kv_connector_extra_config": {"num_cpu_blocks": 200, "num_gpu_blocks": 50}}`, "--num-gpu-blocks-override", "64")
+	var residency struct {
+		Experts struct {
+			Layers []struct {
+				Experts []struct{ Tier string }
+			}
+		}
+	}
+	r, err := http.Get(n.admin + "/debug/residency")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := json.NewDecoder(r.Body).Decode(&residency); err != nil {
+		t.Fatal(err)
+	}
+	_ = r.Body.Close()
+	layers, experts := len(residency.Experts.Layers), len(residency.Experts.Layers[0].Experts)
+
+	ctx := browse(t)
+	run(t, ctx, size(1280, 900), chromedp.Navigate(n.admin+"/"), wait(`document.querySelectorAll("[role=gridcell]").length > 0`))
+	if cells := value[int](t, ctx, `document.querySelectorAll("[role=gridcell]").length`); cells != layers*experts {
+		t.Errorf("%d cells for %d experts of %d layers", cells, experts, layers)
+	}
+	for row, l := range residency.Experts.Layers { // before anything has moved
+		for column, e := range l.Experts {
+			cell := fmt.Sprintf(`document.querySelector("[data-row='%d'][data-column='%d']")`, row, column)
+			if row+column == 0 && value[string](t, ctx, cell+".dataset.tier") != e.Tier {
+				t.Errorf("the cell of expert %d of row %d is not of tier %s", column, row, e.Tier)
+			}
+		}
+	}
+
+	// A prompt on the idle node: each token but the first with the experts of every layer.
+	run(t, ctx, chromedp.Click("#prompt button"), wait(`/tokens$/.test(document.querySelector("#prompt-state").textContent)`))
+	tokens := value[[]string](t, ctx, `[...document.querySelectorAll("#tokens tbody tr")].map(r => r.cells[1].textContent)`)
+	for i, used := range tokens {
+		if i > 0 && strings.Count(used, ": ") != layers {
+			t.Errorf("token %d: the experts of %d layers: %q", i, layers, used)
+		}
+	}
+	if len(tokens) < 2 {
+		t.Errorf("%d tokens", len(tokens))
+	}
+
+	load(t, n, 6)
+	run(t, ctx, wait(`document.querySelectorAll("#steps rect").length > 150`), wait(`document.querySelector("#state").textContent === "Running"`),
+		wait(`parseFloat(document.querySelector("#now dd").textContent.replace(/,/g, "")) > 0`), wait(`document.querySelectorAll("#peers path").length >= 4`))
+	if rows := value[int](t, ctx, `document.querySelectorAll("#steps-table tbody tr").length`); rows < 40 {
+		t.Errorf("%d rows of steps", rows)
+	}
+	for id, least := range map[string]int{"links": 2, "kv": 3, "memory": 4} {
+		if rows := value[int](t, ctx, fmt.Sprintf(`document.querySelectorAll("#%s tbody tr").length`, id)); rows < least {
+			t.Errorf("%d rows of %s", rows, id)
+		}
+	}
+
+	// Arrow keys move between experts, of which one is in the order of tabs.
+	at := `[document.activeElement.dataset.row, document.activeElement.dataset.column].join()`
+	run(t, ctx, chromedp.Evaluate(`document.querySelector("[role=gridcell][tabindex='0']").focus()`, nil))
+	for _, k := range []struct{ key, want string }{
+		{kb.ArrowRight, "0,1"}, {kb.ArrowDown, "1,1"}, {kb.ArrowLeft, "1,0"}, {kb.ArrowLeft, "1,0"}, {kb.End, fmt.Sprint("1,", experts-1)}, {kb.ArrowUp, fmt.Sprint("0,", experts-1)}, {kb.Home, "0,0"},
+	} {
+		run(t, ctx, chromedp.KeyEvent(k.key))
+		if got := value[string](t, ctx, at); got != k.want {
+			t.Errorf("the focus is at %s, want %s", got, k.want)
+		}
+	}
+	if n := value[int](t, ctx, `document.querySelectorAll("[role=gridcell][tabindex='0']").length`); n != 1 {
+		t.Errorf("%d cells are in the order of tabs", n)
+	}
+	if said := value[string](t, ctx, `document.querySelector("#expert").textContent`); !strings.HasPrefix(said, "Layer 0, expert 0: ") {
+		t.Errorf("of the expert it says %q", said)
+	}
+
+	for _, theme := range []string{"light", "dark"} {
+		run(t, ctx, chromedp.Evaluate(`document.activeElement.blur(); document.documentElement.dataset.theme !== "`+theme+`" && document.querySelector("#theme").click()`, nil))
+		ground := value[string](t, ctx, `getComputedStyle(document.body).backgroundColor`)
+		if want := map[string]string{"light": "rgb(245, 246, 248)", "dark": "rgb(17, 21, 28)"}[theme]; ground != want {
+			t.Errorf("%s: the ground is %s, want %s", theme, ground, want)
+		}
+		accessible(t, ctx, theme)
+		shoot(t, ctx, "admin-page-"+theme+".png")
+	}
+	run(t, ctx, size(400, 800))
+	if wide := value[int](t, ctx, `document.documentElement.scrollWidth`); wide > 400 {
+		t.Errorf("the page is %d pixels wide in a window of 400", wide)
+	}
+	shoot(t, ctx, "admin-page-narrow.png")
+}
+
+// TestKey: with a key the page asks for it, and then shows the node.
+func TestKey(t *testing.T) {
+	n := serve(t, []string{"MOESERVE_API_KEY=secret"})
+	ctx := browse(t)
+	run(t, ctx, chromedp.Navigate(n.admin+"/"), chromedp.WaitVisible("#key"),
+		chromedp.SendKeys("#key-text", "wrong"+kb.Enter), wait(`document.querySelector("#state").textContent === "The server needs an API key"`),
+		chromedp.SendKeys("#key-text", "secret"+kb.Enter), wait(`document.querySelectorAll("[role=gridcell]").length > 0`), chromedp.WaitNotVisible("#key"))
+	if stored := value[string](t, ctx, `JSON.stringify(localStorage)`); strings.Contains(stored, "secret") {
+		t.Error("the key is kept beyond the tab")
+	}
+}
+
+// TestPolicy: the page asks nothing of other servers, and the API's address does not have it.
+func TestPolicy(t *testing.T) {
+	n := serve(t, nil)
+	for _, path := range []string{"/", "/page/page.js", "/page/page.css"} {
+		r, err := http.Get(n.admin + path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		body, err := io.ReadAll(r.Body)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = r.Body.Close()
+		if r.StatusCode != http.StatusOK || !strings.Contains(r.Header.Get("Content-Security-Policy"), "default-src 'none'") {
+			t.Errorf("%s: %s, %v", path, r.Status, r.Header)
+		}
+		if path == "/" && regexp.MustCompile(`(src|href)="https?:|style=|onclick|<script>`).Match(body) {
+			t.Error("the page has a style, a script or an address of another server in it")
+		}
+	}
+	r, err := http.Get(n.api + "/page/page.js")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = r.Body.Close()
+	if r.StatusCode != http.StatusNotFound {
+		t.Errorf("the API has the page: %s", r.Status)
+	}
+}
