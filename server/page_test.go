@@ -34,7 +34,8 @@ func TestDebugNode(t *testing.T) {
 	if !slices.ContainsFunc(n.Now.Memories, func(m struct {
 		Space     string
 		Allocated int64 `json:"allocated_bytes"`
-	}) bool {
+	},
+	) bool {
 		return m.Space == "gpu0" && m.Allocated > 0
 	}) {
 		t.Errorf("nothing is allocated on the GPU: %+v", n.Now.Memories)
