@@ -38,8 +38,9 @@ os.environ.update(
     OPENAI_API_KEY=KEY, ANTHROPIC_API_KEY=KEY, TOKENIZERS_PARALLELISM="false",
 )
 
-# at: the built-in model; tools: a model of random weights whose chat template has tools.
-AT = TOOLS = None
+# At: the built-in model; tools: a model of random weights whose chat template has tools; agents: the built-in model with
+# the template of examples/agents.
+AT = TOOLS = AGENTS = None
 CHECKS = []
 
 
@@ -413,6 +414,14 @@ def _():
     is_owner(agents.Runner.run_sync(agent(output_type=owner()), BALL).final_output)
 
 
+for client, example in (("openai-agents", "openai_agents.py"), ("pydantic-ai", "pydantic_ai_agent.py")):
+    @does(client, "[an agent](../guide/agents.md) that must call a tool does, and answers its result: by responses and by chats")
+    def _(example=example):
+        path = os.path.join(ROOT, "examples", "agents", example)
+        r = subprocess.run([sys.executable, path, AGENTS], capture_output=True, text=True, timeout=120, env={**os.environ, "MOESERVE_API_KEY": KEY})
+        equal((r.stdout, r.returncode, r.stderr[-3000:] if r.returncode else ""), (f"next_question is called\n{BALL_IS}\n" * 2, 0, ""))
+
+
 # --- lm-eval
 
 def fixture():
@@ -598,7 +607,7 @@ class Server:
 
 
 def main():
-    global AT, TOOLS
+    global AT, TOOLS, AGENTS
     if len(sys.argv) < 3:
         raise SystemExit(__doc__)
     to = os.path.abspath(sys.argv[2])
@@ -606,7 +615,10 @@ def main():
         model = os.path.join(dir, "with-tools")
         shutil.copytree(os.path.join(ROOT, "testdata", "fixtures", "qwen3_moe"), model)
         shutil.copy(os.path.join(ROOT, "tests", "openai", "testdata", "tools.jinja"), os.path.join(model, "chat_template.jinja"))
-        with Server(dir) as AT, Server(dir, "--model", model) as TOOLS:
+        agents = os.path.join(dir, "built-in-tools")
+        shutil.copytree(os.path.join(ROOT, "models", "tiny", "checkpoint"), agents)
+        shutil.copy(os.path.join(ROOT, "examples", "agents", "chat_template.jinja"), agents)
+        with Server(dir) as AT, Server(dir, "--model", model) as TOOLS, Server(dir, "--model", agents) as AGENTS:
             rows = run(sys.argv[3:])
     if not sys.argv[3:]:
         with open(to, "w") as f:
