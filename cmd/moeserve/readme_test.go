@@ -60,8 +60,8 @@ func codeBlocks(t *testing.T, page string) []codeBlock {
 	return blocks
 }
 
-// Every command of the guide runs, as it stands but for four things: go run is
-// this test's binary, checkpoints are a fixture, ports are free ones, and the tests
+// Every command of the guide runs, as it stands but for five things: go run is
+// this test's binary, checkpoints are a fixture, files of the clone are in it, ports are free ones, and the tests
 // are not run from within. What they leave behind is not offered to be committed. Of those
 // that need what is not here the flags are checked.
 func TestGuideCommands(t *testing.T) {
@@ -148,6 +148,13 @@ func runBlock(t *testing.T, b codeBlock, fixture, ignored string) {
 	}
 	if strings.Contains(script, "8001") { // the admin address
 		script = strings.ReplaceAll(script, "8001", freePort(t))
+	}
+	root, err := filepath.Abs("../..")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, of := range []string{" models/tiny/", " examples/"} { // files of the clone
+		script = strings.ReplaceAll(script, of, " "+root+"/"+strings.TrimSpace(of))
 	}
 	cmd := exec.CommandContext(t.Context(), "bash", "-euo", "pipefail", "-c", script)
 	cmd.Dir = t.TempDir()

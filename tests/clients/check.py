@@ -1,7 +1,7 @@
 """Runs client software of others against moeserve, and writes what each can do as a page.
 
 Usage: check.py MOESERVE PAGE [CLIENT...], the path of a built binary and that of the page
-(docs/reference/clients.md), which is written where no clients are named: then all are run.
+(docs/reference/clients.md). Where clients are named, only they are run, and the page keeps the rows of the others.
 Needs the packages of requirements.txt. A row says that a client can do something where that worked, and that
 it cannot where the server refused it, naming what this file expects: anything else is an error, so that the
 page is as the clients are.
@@ -38,8 +38,9 @@ os.environ.update(
     OPENAI_API_KEY=KEY, ANTHROPIC_API_KEY=KEY, TOKENIZERS_PARALLELISM="false",
 )
 
-# at: the built-in model; tools: a model of random weights whose chat template has tools.
-AT = TOOLS = None
+# At: the built-in model; tools: a model of random weights whose chat template has tools; agents: the built-in model with
+# the template of examples/agents.
+AT = TOOLS = AGENTS = None
 CHECKS = []
 
 
@@ -413,6 +414,14 @@ def _():
     is_owner(agents.Runner.run_sync(agent(output_type=owner()), BALL).final_output)
 
 
+for client, example in (("openai-agents", "openai_agents.py"), ("pydantic-ai", "pydantic_ai_agent.py")):
+    @does(client, "[an agent](../guide/agents.md) that must call a tool does, and answers its result: by responses and by chats")
+    def _(example=example):
+        path = os.path.join(ROOT, "examples", "agents", example)
+        r = subprocess.run([sys.executable, path, AGENTS], capture_output=True, text=True, timeout=120, env={**os.environ, "MOESERVE_API_KEY": KEY})
+        equal((r.stdout, r.returncode, r.stderr[-3000:] if r.returncode else ""), (f"next_question is called\n{BALL_IS}\n" * 2, 0, ""))
+
+
 # --- lm-eval
 
 def fixture():
@@ -513,6 +522,21 @@ def _():
     equal(b["scheduler_metrics"]["requests_made"], {"successful": 6, "errored": 0, "incomplete": 0, "total": 6})
 
 
+@does("aiperf", "a benchmark of chats, streamed, on the built-in model")
+def _():
+    tokenizer = os.path.join(ROOT, "models", "tiny", "checkpoint")
+    with tempfile.TemporaryDirectory() as dir:
+        program(
+            "aiperf", "bin/aiperf", "profile", "--model", "built-in", "--url", AT, "--api-key", KEY, "--endpoint-type", "chat", "--streaming",
+            "--tokenizer", os.path.abspath(tokenizer), "--request-count", "6", "--concurrency", "2", "--num-dataset-entries", "6",
+            "--synthetic-input-tokens-mean", "24", "--output-tokens-mean", "8", "--workers-max", "2", "--ui", "none", "--artifact-dir", dir,
+            env={"HF_HUB_OFFLINE": ""},  # with it, aiperf takes the path of a tokenizer for a repository's name
+        )
+        with open(os.path.join(dir, "profile_export_aiperf.json")) as f:
+            b = json.load(f)
+    equal((b["request_count"]["avg"], b["error_summary"], b["time_to_first_token"]["count"]), (6.0, [], 6))
+
+
 JS = {
     "openai (npm)": "chat, stream, completions, responses, streamed too",
     "@anthropic-ai/sdk (npm)": "messages, streamed too, count_tokens",
@@ -536,6 +560,8 @@ def version(client):
 
 def run(only):
     """Runs the checks and returns the rows of the page."""
+    if unknown := set(only) - {c[0] for c in CHECKS}:
+        raise SystemExit(f"no client {', '.join(sorted(unknown))}: there are {', '.join(dict.fromkeys(c[0] for c in CHECKS))}")
     rows, failed = {}, []
     for client, what, refused, f in CHECKS:
         if only and client not in only:
@@ -559,16 +585,22 @@ def run(only):
     return rows
 
 
-def page(rows):
+def page(rows, before):
+    """The page with these rows; clients that were not run keep theirs of the page before."""
+    kept = {line.split(" | ")[0].removeprefix("| "): line for line in before.splitlines() if line.startswith("| ")}
     lines = [
         "# Clients", "",
         "*For those who use moeserve from client software of others: what was tried, at which version.*", "",
         "<!-- Generated: make clients -->", "",
-        "Each was run against `moeserve serve` with the built-in model, which knows a few tasks by heart, or with a model of random weights whose chat template has tools. What is refused is an error that names it. The official Go clients of OpenAI's and Anthropic's APIs are tests (`make openai`).", "",
+        "Each was run against `moeserve serve` with the built-in model, which knows a few tasks by heart, or with a model of random weights whose chat template has tools; agents with the built-in model and the template of `examples/agents`. What is refused is an error that names it. The official Go clients of OpenAI's and Anthropic's APIs are tests (`make openai`).", "",
         "| client | version | works | refused |", "|---|---|---|---|",
     ]
-    for client, (works, refused) in rows.items():
-        lines.append(f"| {client} | {version(client)} | {'; '.join(works)} | {'; '.join(refused)} |")
+    for client in dict.fromkeys(c[0] for c in CHECKS):
+        if client in rows:
+            works, refused = rows[client]
+            lines.append(f"| {client} | {version(client)} | {'; '.join(works)} | {'; '.join(refused)} |")
+        elif client in kept:
+            lines.append(kept[client])
     return "\n".join(lines) + "\n"
 
 
@@ -598,7 +630,7 @@ class Server:
 
 
 def main():
-    global AT, TOOLS
+    global AT, TOOLS, AGENTS
     if len(sys.argv) < 3:
         raise SystemExit(__doc__)
     to = os.path.abspath(sys.argv[2])
@@ -606,11 +638,17 @@ def main():
         model = os.path.join(dir, "with-tools")
         shutil.copytree(os.path.join(ROOT, "testdata", "fixtures", "qwen3_moe"), model)
         shutil.copy(os.path.join(ROOT, "tests", "openai", "testdata", "tools.jinja"), os.path.join(model, "chat_template.jinja"))
-        with Server(dir) as AT, Server(dir, "--model", model) as TOOLS:
+        agents = os.path.join(dir, "built-in-tools")
+        shutil.copytree(os.path.join(ROOT, "models", "tiny", "checkpoint"), agents)
+        shutil.copy(os.path.join(ROOT, "examples", "agents", "chat_template.jinja"), agents)
+        with Server(dir) as AT, Server(dir, "--model", model) as TOOLS, Server(dir, "--model", agents) as AGENTS:
             rows = run(sys.argv[3:])
-    if not sys.argv[3:]:
-        with open(to, "w") as f:
-            f.write(page(rows))
+    before = ""
+    if sys.argv[3:] and os.path.exists(to):
+        with open(to) as f:
+            before = f.read()
+    with open(to, "w") as f:
+        f.write(page(rows, before))
 
 
 main()
