@@ -151,10 +151,10 @@ func size(width, height int64) chromedp.Action {
 	return emulation.SetDeviceMetricsOverride(width, height, 1, false)
 }
 
-// shoot saves a picture of the page in the folder that MOESERVE_SCREENSHOTS names.
+// shoot saves a picture of the page in the folder that SCREENSHOTS names.
 func shoot(t *testing.T, ctx context.Context, name string) {
 	t.Helper()
-	dir := os.Getenv("MOESERVE_SCREENSHOTS")
+	dir := os.Getenv("SCREENSHOTS")
 	if dir == "" {
 		return
 	}
@@ -165,12 +165,12 @@ func shoot(t *testing.T, ctx context.Context, name string) {
 	}
 }
 
-// accessible has axe-core look for violations of WCAG 2 A and AA, where MOESERVE_AXE is its file.
+// accessible has axe-core look for violations of WCAG 2 A and AA, where AXE_CORE is its file.
 func accessible(t *testing.T, ctx context.Context, where string) {
 	t.Helper()
-	path := os.Getenv("MOESERVE_AXE")
+	path := os.Getenv("AXE_CORE")
 	if path == "" {
-		t.Log("MOESERVE_AXE is not set: axe-core was not run")
+		t.Log("AXE_CORE is not set: axe-core was not run")
 		return
 	}
 	axe, err := os.ReadFile(path)
