@@ -315,16 +315,18 @@ static void loss(const char *how) {
 }
 
 /* A synchronous copy during which the relay is lost returns with all bytes. */
-static void *breaker(void *unused) {
-  usleep(2000);
+static void *breaker(void *relayed) {
+  /* Before, the relay would be left alone, as it cannot be asked what memory it has. */
+  for (int i = 0; i < 100000 && fake_relayed() == *(unsigned long long *)relayed; i++) usleep(100);
   fake_break(1);
-  return unused;
+  return NULL;
 }
 static void loss_synchronous(void) {
   pthread_t t;
   warm();
+  unsigned long long relayed = fake_relayed();
   fill(seen(gpu), 2 * N, 4);
-  OK(pthread_create(&t, NULL, breaker, NULL));
+  OK(pthread_create(&t, NULL, breaker, &relayed));
   OK(cuMemcpyDtoH_v2(host, gpu, 2 * N));
   CHECK(differs(host, 2 * N, 4) < 0);
   pthread_join(t, NULL);
