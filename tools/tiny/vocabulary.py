@@ -89,6 +89,7 @@ class Vocabulary:
     """Token ids by text, and the files that describe the tokenizer to others."""
 
     template = CHAT_TEMPLATE
+    answer = 32  # tokens of a completion, where a request has no limit
 
     def __init__(self, words=(), pieces=()):
         """words become tokens, and pieces added tokens, behind those of the five tasks, which keep their ids."""
