@@ -15,8 +15,9 @@ from vocabulary import ASSISTANT, COLORS, END, NAMES, OBJECTS, PLACES, USER, Voc
 
 TOOL, CALL, CALLED, RESPONSE = "<tool>", "<tool_call>", "</tool_call>", "<tool_response>"
 # Calls begin with pieces that end where a server that forces a call ends its prompt: at the name and at the arguments.
-PIECES = [TOOL, CALL, CALLED, RESPONSE, '\n{"name": "', '", "arguments":', ' {"', '{"', '": "', '": ', '", "', ', "']
-PIECES += ['"}', '"}}\n', '}}\n', ' {}}\n']
+PIECES = [TOOL, CALL, CALLED, RESPONSE, '\n{"name": "', '", "arguments":']
+# What is in arguments are merges, because a server matches no added token in what clients send, such as calls before.
+MARKS = [' {"', '{"', '":', ' "', '",', '"}', '"}}', ' {}}', '}}']
 
 CITIES = "Paris Rome Berlin Tokyo London Madrid Oslo Vienna Lisbon Prague Dublin Cairo".split()
 DAYS = "today tomorrow Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
@@ -44,7 +45,7 @@ def words():
     plain = [part for n in plain for part in n.split("_") if len(part) > 1] + list(FIELDS) + CITIES + DAYS + WEATHER
     plain += OBJECTS + COLORS + PLACES
     both = list(dict.fromkeys(plain + VERBS + ["JSON", "with", "It", "will", "be", "room", "sum"]))
-    return both + [" " + w for w in both]
+    return both + [" " + w for w in both] + MARKS
 
 
 TEMPLATE = (
@@ -265,7 +266,7 @@ def scores(model, count, seed, device):
     return found
 
 
-ENDS = ['", "', ', "', '"}', "}"]  # what ends a value, with what follows it
+ENDS = ['",', ",", '"}', "}"]  # what ends a value
 
 
 def exact(model, vocabulary, rows, turn, device, values=False):
@@ -289,5 +290,5 @@ def value_places(vocabulary, ids, learned):
     for token, l in zip(ids, learned):
         text = vocabulary.bytes[token].decode() if l else ""
         places.append(inside)
-        inside = text in ('": "', '": ') or inside and text not in ENDS
+        inside = text == '":' or inside and text not in ENDS
     return places

@@ -1,6 +1,6 @@
 """Tests of conversations with tools: python3 -m unittest discover tools/tiny
 
-MOESERVE_CALLS=FILE writes the cases that the Go test of the chat template reads.
+CALLS_FILE=FILE writes the cases that the Go test of the chat template reads.
 """
 
 import json
@@ -67,7 +67,7 @@ class Calls(unittest.TestCase):
                 want = "".join(p + "<|assistant|>" + a + "<|endoftext|>" for p, a in turns)
                 self.assertEqual(rendered(messages, tools), want)
                 cases.append({"messages": messages, "tools": tools, "text": want, "ids": self.vocabulary.encode(want)})
-        if at := os.environ.get("MOESERVE_CALLS"):
+        if at := os.environ.get("CALLS_FILE"):
             kept = {"tokenizer": self.vocabulary.tokenizer_json(), "template": calls.TEMPLATE, "cases": cases[::25]}
             pathlib.Path(at).write_text(json.dumps(kept, ensure_ascii=False) + "\n")
 
