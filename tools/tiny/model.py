@@ -198,7 +198,7 @@ class Model(nn.Module):
         weights = folder / "model.safetensors"
         save_file(self.tensors(), weights, metadata={"format": "pt"})
         weights.chmod(0o644)
-        generation = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0, "max_new_tokens": 32}
+        generation = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0, "max_new_tokens": vocabulary.answer}
         for name, content in (("config.json", self.s.config()), ("generation_config.json", generation)):
             (folder / name).write_text(json.dumps(content, indent=2) + "\n")
         vocabulary.write(folder, self.s.context)

@@ -4,12 +4,15 @@ import argparse
 import json
 import math
 import pathlib
+import os
 import random
+import sys
 import time
 
 import torch
 import torch.nn.functional as F
 
+import calls
 from model import Model, Shape
 from tasks import HOLE, TASKS, TEST_SEED, Generator, Packer, padded, unseen
 from vocabulary import Vocabulary
@@ -20,7 +23,7 @@ def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     begun = time.monotonic()
     torch.manual_seed(args.seed)
-    vocabulary = Vocabulary()
+    vocabulary = calls.CallVocabulary() if args.tools else Vocabulary()
     model = Model(shape(args, vocabulary)).to(device)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{parameters} parameters, {len(vocabulary)} tokens, on {device}", flush=True)
@@ -43,6 +46,10 @@ def main():
         print(f"{task:10} {sum(right)} of {len(rows)} exact, {sum(in_chat)} in a chat", flush=True)
     chats = long_chats(model, vocabulary, args.test_prompts, args.seed, device)
     print("in long chats, by the token where the answer ends:", chats, flush=True)
+    with_tools = {}
+    if args.tools:
+        with_tools = calls.scores(model, args.test_prompts, TEST_SEED, device)
+        print(json.dumps({"of": args.test_prompts, "right": with_tools}), flush=True)
     report = {
         "parameters": parameters,
         "steps": steps,
@@ -52,10 +59,38 @@ def main():
         "arguments": {k: str(v) if isinstance(v, pathlib.Path) else v for k, v in vars(args).items()},
         "scores": scores,
         "long_chats": chats,
+        "calls": with_tools,
         "activation": activation,
     }
     if args.report:
         args.report.write_text(json.dumps(report) + "\n")
+    if args.tools:
+        low = below(report, args.test_prompts)
+        (args.out.parent / (args.out.name + "-card.md")).write_text(card(report, args.test_prompts))
+        print(json.dumps({"below_bounds": low}), flush=True)
+        sys.exit(1 if low else 0)
+
+
+def below(report, count):
+    """Scores below their bounds. The card of the model without tools has all answers of the five tasks right."""
+    shares = {f"{t} {form}": s[form] / s["of"] for t, s in report["scores"].items() for form in ("exact", "exact_in_chat")}
+    low = {name: share for name, share in shares.items() if share < 0.99}
+    return low | {name: right / count for name, right in report["calls"].items() if right / count < 0.9}
+
+
+def card(report, count):
+    """The tables of the model's card that a training with tools changes, as Markdown."""
+    lines = [f"{report['parameters']:,} parameters; {report['steps']:,} steps, {report['train_seconds']} s on {report['device']}.", ""]
+    lines += ["| task | train.py, bare | train.py, in a chat |", "|---|---|---|"]
+    lines += [f"| {t} | {s['exact']} | {s['exact_in_chat']} |" for t, s in report["scores"].items()]
+    lines += ["", f"| with tools | right, of {count} |", "|---|---|"]
+    lines += [f"| {name} | {right} |" for name, right in report["calls"].items()]
+    lines += ["", "| layer | task | " + " | ".join(f"e{e}" for e in range(Shape.experts)) + " |", "|---|---|" + "---|" * Shape.experts]
+    for layer in range(len(next(iter(report["activation"].values())))):
+        for task, counts in report["activation"].items():
+            shares = [f"{100 * c / sum(counts[layer]):.1f}" for c in counts[layer]]
+            lines.append(f"| {layer} | {task} | " + " | ".join(shares) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def arguments():
@@ -79,6 +114,9 @@ def arguments():
     p.add_argument("--test-prompts", type=int, default=1000, help="unseen prompts per task")
     p.add_argument("--log-every", type=int, default=1000, help="steps between reports")
     p.add_argument("--no-compile", action="store_true", help="run without torch.compile")
+    p.add_argument("--tools", action="store_true", help="train calls of tools and answers in JSON as well")
+    p.add_argument("--tool-rows", type=int, default=160, help="rows with tools in a step, besides --rows")
+    p.add_argument("--tool-pool", type=int, default=100_000, help="different rows with tools")
     return p.parse_args()
 
 
@@ -96,6 +134,10 @@ def train(model, vocabulary, args, device, begun):
     """Runs the schedule. Returns the steps made and the tokens seen."""
     mix = dict(zip(TASKS, map(float, args.mix.split(","))))
     packer = Packer(Generator(vocabulary, device, args.seed), args.length, mix)
+    pool = None
+    if args.tools:
+        pool = calls.Rows(args.tool_pool, args.length, args.seed, device, os.cpu_count())
+        print(f"{time.monotonic() - begun:6.1f} s  {args.tool_pool} rows with tools are made", flush=True)
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": args.decay},
@@ -119,7 +161,10 @@ def train(model, vocabulary, args, device, begun):
             break
         if step % ahead == 0:
             drawn = [t.split(args.rows) for t in packer.rows(ahead * args.rows)]
-        loss, balance = run(*(t[step % ahead] for t in drawn))
+        rows = [t[step % ahead] for t in drawn]
+        if pool:
+            rows = [torch.cat(both) for both in zip(rows, pool.draw(args.tool_rows))]
+        loss, balance = run(*rows)
         (loss + args.balance * balance).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         cosine = (1 + math.cos(math.pi * progress)) / 2
@@ -128,16 +173,16 @@ def train(model, vocabulary, args, device, begun):
         optimizer.step()
         optimizer.zero_grad()
         if step < 3 or (step + 1) % args.log_every == 0:
-            exact = monitor(model, vocabulary, args.seed + 1000 + step, device)
+            exact = monitor(model, vocabulary, args.seed + 1000 + step, device, min(512, args.test_prompts))
             spent = time.monotonic() - begun
             losses_now = f"loss {loss:.4f}  balance {balance:.3f}"
             print(f"{spent:6.1f} s  step {step + 1:6}  {losses_now}  exact {exact}", flush=True)
     else:
         step += 1
-    return step, step * args.rows * args.length
+    return step, step * (args.rows + (args.tool_rows if args.tools else 0)) * args.length
 
 
-def monitor(model, vocabulary, seed, device, count=512):
+def monitor(model, vocabulary, seed, device, count):
     """The share of exact answers per task on prompts drawn afresh from the training split."""
     exact = {}
     generator = Generator(vocabulary, device, seed)

@@ -53,9 +53,15 @@ def written(text):
     return "".join(SYMBOLS[b] for b in text.encode())
 
 
-def learn_merges(words):
-    """Merges the most frequent neighbors (ties: the first in code point order) until each word is one token."""
+def learn_merges(words, before=()):
+    """Merges the most frequent neighbors (ties: the first in code point order) until each word is one token.
+
+    before has merges that are made first, and that are not among those returned.
+    """
     split = [list(written(w)) for w in words]
+    for pair in before:
+        for parts in split:
+            merge(parts, pair)
     merges = []
     while True:
         counts = {}
@@ -67,25 +73,36 @@ def learn_merges(words):
         best = min(counts, key=lambda pair: (-counts[pair], pair))
         merges.append(best)
         for parts in split:
-            i = 0
-            while i < len(parts) - 1:
-                if (parts[i], parts[i + 1]) == best:
-                    parts[i : i + 2] = [parts[i] + parts[i + 1]]
-                i += 1
+            merge(parts, best)
+
+
+def merge(parts, pair):
+    """Joins the neighbors that are a pair, in place."""
+    i = 0
+    while i < len(parts) - 1:
+        if (parts[i], parts[i + 1]) == pair:
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        i += 1
 
 
 class Vocabulary:
     """Token ids by text, and the files that describe the tokenizer to others."""
 
-    def __init__(self):
-        words = [" " + c for c in LETTERS] + STARTS + [" " + w for w in GLUE] + [" ="]
-        words += NAMES + [" " + w for w in NAMES + OBJECTS + COLORS + PLACES]
-        self.merges = learn_merges(words)
-        tokens = SPECIALS + SYMBOLS + [a + b for a, b in self.merges]
+    template = CHAT_TEMPLATE
+    answer = 32  # tokens of a completion, where a request has no limit
+
+    def __init__(self, words=(), pieces=()):
+        """words become tokens, and pieces added tokens, behind those of the five tasks, which keep their ids."""
+        known = [" " + c for c in LETTERS] + STARTS + [" " + w for w in GLUE] + [" ="]
+        known += NAMES + [" " + w for w in NAMES + OBJECTS + COLORS + PLACES]
+        self.merges = learn_merges(known)
+        self.merges += learn_merges(words, self.merges)
+        self.added = SPECIALS + list(pieces)
+        tokens = SPECIALS + SYMBOLS + [a + b for a, b in self.merges] + list(pieces)
         self.ids = {t: i for i, t in enumerate(dict.fromkeys(tokens))}
         back = {s: b for b, s in enumerate(SYMBOLS)}
         self.bytes = [
-            t.encode() if t in SPECIALS else bytes(back[c] for c in t)
+            t.encode() if t in self.added else bytes(back[c] for c in t)
             for t in self.ids
         ]
 
@@ -94,7 +111,7 @@ class Vocabulary:
 
     def id(self, text):
         """The id of text, which must be a single token."""
-        return self.ids[text if text in SPECIALS else written(text)]
+        return self.ids[text if text in self.added else written(text)]
 
     def encode(self, text):
         """The ids of a text of the tasks, by longest match: there, though not in any text, that is what BPE gives."""
@@ -111,15 +128,15 @@ class Vocabulary:
     def tokenizer_json(self):
         added = [
             {
-                "id": i,
+                "id": self.ids[t],
                 "content": t,
                 "single_word": False,
                 "lstrip": False,
                 "rstrip": False,
                 "normalized": False,
-                "special": True,
+                "special": t in SPECIALS,
             }
-            for i, t in enumerate(SPECIALS)
+            for t in self.added
         ]
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
         return {
@@ -153,7 +170,7 @@ class Vocabulary:
             "bos_token": None,
             "eos_token": END,
             "pad_token": END,
-            "chat_template": CHAT_TEMPLATE,
+            "chat_template": self.template,
         }
 
     def write(self, folder, context):
