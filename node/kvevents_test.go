@@ -22,8 +22,8 @@ import (
 // heldBlocks are the keys of each medium, by the events of a node.
 type heldBlocks map[string]map[kvcache.Key]bool
 
-// follow asks a node for all batches, and applies them.
-func follow(t *testing.T, n *node.Node) heldBlocks {
+// followEvents asks a node for all batches, and applies them.
+func followEvents(t *testing.T, n *node.Node) heldBlocks {
 	t.Helper()
 	s := zmq4.NewDealer(t.Context())
 	defer s.Close()
@@ -109,7 +109,7 @@ func TestKVEvents(t *testing.T) {
 			converse1(t, n)
 		}
 		converse1(t, n)
-		held := follow(t, n)
+		held := followEvents(t, n)
 		for _, tier := range n.Observe().KVTiers().Tiers {
 			if len(held[tier.Medium]) != tier.UsedBlocks {
 				t.Errorf("%s: by the events %s has %d blocks; it has %d", what, tier.Medium, len(held[tier.Medium]), tier.UsedBlocks)
