@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All tests and measurements that need a GPU, in two halves:
-#   tools/cuda/gpu.sh build FOLDER            builds and packs what has to run, without a GPU
+#   tools/cuda/gpu.sh build FOLDER [COMMIT]   builds and packs what has to run, without a GPU; of COMMIT what guard compares with
 #   tools/cuda/gpu.sh run FOLDER LOGS PART... runs it on a machine with a GPU and this tree, and prints a table
 # Without PART: all parts from device to sanitize, except those that name two GPUs, whole-mixtral, cpu-experts, small, beside, gaps, layout, kvcopy, prompts, latency and load. LOGS gets at most 8 files.
 #   device        device/cuda: conformance, NVML, NVRTC; experts, kvcache, pipeline and engine on it
@@ -24,14 +24,16 @@
 #                 experts in host memory, and with two GPUs on the second one: copied, read in place, and by the model
 #                 (--expert-access); equal tokens. ACCESS are models of these (default: all); about 6 minutes on one GPU
 #   multipath-tests  two to eight GPUs: copies between the host and each GPU over all their PCIe links, byte for byte, with relays that
-#                 are removed meanwhile; rates and processor time by the number of relays
+#                 are removed meanwhile; rates and processor time by the number of relays; equal tokens of fixtures whose experts come over two links
 #   sweep         two GPUs: Mixtral with all layers, 324 and 3,240 sequences, at 0, 50 and 100 % on the host and on the second
 #                 GPU; the other plans of a step; a trace of eight layers
 #   predicted     two GPUs: memory planned and used; bench transfer, and with the rates that it measures the predictions
 #                 for a sweep of Qwen1.5-MoE and for a policy of the planner for Mixtral
 #   guard         two GPUs, three minutes: decode steps of Mixtral, Qwen1.5-MoE and Qwen3-30B-A3B with experts on the
 #                 second GPU, as shares of what plain copies and the same step in HBM allow; fails where a share is less
-#                 than 97 % of that in guard.json.
+#                 than 97 % of that in guard.json (guard-h100.json on H100; there Mixtral is cut to 16 layers, as 32 do not fit).
+#                 Where the bundle has a COMMIT, its steps are measured on the same machine too, and a step that takes more
+#                 than 3 % longer than its is a failure: twice the time.
 #                 It runs before and after every change of pipeline, experts, transfer, harvest, kvcache, device/cuda
 #                 and kernels/cuda; GUARD_RECORD=COMMIT writes guard.json to LOGS instead
 #   soak          two GPUs: serve under full load for SOAK (default: 1m), with KV tiers, clients that leave, hostile clients, and
@@ -114,6 +116,13 @@ build() {
   done
   tools/cuda/go.sh build -tags cuda -trimpath -buildvcs=auto -o "$work/moeserve" ./cmd/moeserve
   CGO_ENABLED=0 "${GO:-go}" build -trimpath -o "$work/bigcheckpoint" ./tools/bigcheckpoint
+  if [ -n "${2:-}" ]; then
+    git worktree add -q --detach "$work/base" "$2"
+    mkdir -p "$work/base/build"
+    ln -s "$root/build/cuda" "$work/base/build/cuda"
+    (cd "$work/base" && tools/cuda/go.sh test -c -tags cuda -o "$work/node-base.test" ./node)
+    git worktree remove --force "$work/base"
+  fi
   tools/cuda/check.sh "$work"/*
   strip "$work"/*
   gcc -O1 -Wall -Wextra -Werror -shared -fPIC -o "$work/lose.so" tools/cuda/lose.c -ldl -pthread
@@ -121,7 +130,7 @@ build() {
   gcc -O2 -Wall -Wextra -Werror -fvisibility=hidden -shared -fPIC -pthread -o "$work/multipath.so" preload/multipath/*.c -ldl
   gcc -O2 -Wall -Wextra -Werror -fvisibility=hidden -shared -fPIC -pthread -o "$work/lose_relay.so" tools/cuda/lose_relay.c preload/multipath/*.c -ldl
   # They have much in common, which one archive with a large dictionary holds once.
-  tar -cf - -C "$work" --sort=name . | xz --lzma2=preset=2,dict=192MiB >"$out/bundle.tar.xz"
+  tar -cf - -C "$work" --sort=name . | xz --lzma2=preset="${PRESET:-2}",dict=192MiB >"$out/bundle.tar.xz"
   du -h "$out/bundle.tar.xz"
 }
 
@@ -177,9 +186,14 @@ paths() {
   (cd "$work" && tar -rf "$logs/measured.tar" "$name")
 }
 
+# hardware is the profile of this machine's GPUs, or that which HARDWARE names.
+hardware() {
+  if [ -n "${HARDWARE:-}" ]; then echo "$HARDWARE"; elif [[ $gpu == *H100* ]]; then echo h100-80; else echo h200; fi
+}
+
 # devices are the flags that name what figures and harvest run on.
 devices() {
-  if [ -n "${EMULATE:-}" ]; then echo "--device cpu --peers 1 --emulate $EMULATE"; else echo "--device cuda --peers 1 --host-memory-gib $host --hardware h200"; fi
+  if [ -n "${EMULATE:-}" ]; then echo "--device cpu --peers 1 --emulate $EMULATE"; else echo "--device cuda --peers 1 --host-memory-gib $host --hardware $(hardware)"; fi
 }
 
 # figure NUMBER NAME ARGUMENTS...: a figure of the Harvest paper, with its results and finished cells, in $work/paper.
@@ -224,6 +238,7 @@ run() {
   # A driver without a client puts the GPU to sleep, and every process then waits for it to wake.
   [ -r /dev/nvidia0 ] && exec 9</dev/nvidia0
   failed=0
+  gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -1)
   host=${HOST_GIB:-0}
   overlap=()
   if [ -n "${OVERLAP:-}" ]; then
@@ -288,7 +303,9 @@ run() {
             -batches 1,2,4,8 -whole "$model@0,0.5c,0.5d,0.5$more" -host-gib "$host" -steps "$logs/presets.json"
           grep -E 'decode of' "$work/said" | sed 's/.*_test.go:[0-9]*: //' | tee -a "$logs/table.log"
         done ;;
-      multipath-tests) limit 180 transfer multipath multipath-tests "$work/transfer.test" -test.v -test.run GPU ;;
+      multipath-tests)
+        limit 180 transfer multipath multipath-tests "$work/transfer.test" -test.v -test.run GPU
+        limit 120 node node host-paths "$work/node.test" "${overlap[@]}" -test.v -test.timeout 120s -test.run 'GPUHostPaths' -peer 1 ;;
       sweep)
         limit 60 pipeline device orders "$work/pipeline.test" -test.v -test.run GPUOrders
         limit 90 . cli trace "$work/moeserve" bench throughput --device cuda --model mixtral-8x7b --load-format dummy --num-hidden-layers 8 \
@@ -299,7 +316,7 @@ run() {
           -whole 'mixtral-8x7b@0,0.5p,0.5,1p,1' -host-gib "$host" -steps "$logs/presets.json" ;;
       predicted)
         limit 60 node cli planned-memory "$work/node.test" "${overlap[@]}" -test.v -test.run GPUPlanned
-        limit 150 . cli bench-transfer "$work/moeserve" bench transfer --device cuda --peers 1 --hardware h200 --host-memory-gib "$host" \
+        limit 150 . cli bench-transfer "$work/moeserve" bench transfer --device cuda --peers 1 --hardware "$(hardware)" --host-memory-gib "$host" \
           --calibrate "$work/here.json" --json "$work/transfer.json"
         limit 150 . cli bench-sweep "$work/moeserve" bench sweep --device cuda --peers 1 --hardware "$work/here.json" --host-memory-gib "$host" \
           --model qwen1.5-moe-a2.7b --load-format dummy --num-prompts 324 --input-len 77 --output-len 12 --warmup-tokens 2 --trials 3 \
@@ -310,15 +327,24 @@ run() {
         tar -czf "$logs/predicted.tar.gz" -C "$work" here.json transfer.json sweep.json sweep.csv sweep.svg gains.svg policy.json ;;
       guard)
         limit 40 . guard links "$work/moeserve" bench transfer --device cuda --peers 1 --host-memory-gib "$host" --largest-mib 336 --json "$work/transfer.json"
-        limit 170 node guard guard-mixtral "$work/node.test" "${overlap[@]}" -test.v -test.timeout 170s -test.run GPUPresets -peer 1 -batches 324,3240 \
-          -whole 'mixtral-8x7b@0,0.5p,1p' -host-gib "$host" -steps "$logs/guard.json"
-        limit 100 node guard guard-qwen "$work/node.test" "${overlap[@]}" -test.v -test.timeout 100s -test.run GPUPresets -peer 1 -batches 1,32,324 \
-          -whole 'qwen1.5-moe-a2.7b@0,0.5p qwen3-30b-a3b@0,0.5p' -host-gib "$host" -steps "$logs/guard.json"
+        record=guard.json mixtral=(-batches 324,3240 -whole 'mixtral-8x7b@0,0.5p,1p')
+        if [[ $gpu == *H100* ]]; then record=guard-h100.json mixtral=(-layers 16 -batches 324,1620 -whole 'mixtral-8x7b@0,0.5p'); fi
+        for build in "" -base; do
+          [ -x "$work/node$build.test" ] || continue
+          limit 170 node guard "guard-mixtral$build" "$work/node$build.test" "${overlap[@]}" -test.v -test.timeout 170s -test.run GPUPresets -peer 1 \
+            "${mixtral[@]}" -host-gib "$host" -steps "$logs/guard$build.json"
+          limit 100 node guard "guard-qwen$build" "$work/node$build.test" "${overlap[@]}" -test.v -test.timeout 100s -test.run GPUPresets -peer 1 -batches 1,32,324 \
+            -whole 'qwen1.5-moe-a2.7b@0,0.5p qwen3-30b-a3b@0,0.5p' -host-gib "$host" -steps "$logs/guard$build.json"
+        done
         if [ -n "${GUARD_RECORD:-}" ]; then
           python3 "$root/tools/cuda/guard.py" record "$logs/recorded.json" "$logs/guard.json" "$work/transfer.json" "$GUARD_RECORD" || failed=1
         fi
-        python3 "$root/tools/cuda/guard.py" check "$root/tools/cuda/guard.json" "$logs/guard.json" "$work/transfer.json" 2>&1 | tee -a "$logs/table.log"
-        [ "${PIPESTATUS[0]}" = 0 ] || failed=1 ;;
+        python3 "$root/tools/cuda/guard.py" check "$root/tools/cuda/$record" "$logs/guard.json" "$work/transfer.json" 2>&1 | tee -a "$logs/table.log"
+        [ "${PIPESTATUS[0]}" = 0 ] || failed=1
+        if [ -e "$logs/guard-base.json" ]; then
+          python3 "$root/tools/cuda/guard.py" compare "$logs/guard-base.json" "$logs/guard.json" 2>&1 | tee -a "$logs/table.log"
+          [ "${PIPESTATUS[0]}" = 0 ] || failed=1
+        fi ;;
       soak) limit ${SOAK_LIMIT:-900} cmd/moeserve soak soak env MOESERVE_SOAK_DEVICE=cuda MOESERVE_SOAK_FOR="${SOAK:-1m}" MOESERVE_SOAK_SEED="${SOAK_SEED:-1}" "$work/cmd-moeserve.test" -test.v -test.timeout ${SOAK_LIMIT:-900}s -test.run TestSoak
         sed -n '/^ *| what/,$p' "$work/said" ;;
       reclaim)
@@ -375,7 +401,7 @@ run() {
         limit 120 . kv kv-loads "$work/moeserve" bench kv --device cuda --peers 1 --host-memory-gib "$host" \
           --json "$work/reload.json" --csv "$work/reload.csv" --plot "$work/reload.svg"
         cat "$work/said"
-        base=h200
+        base=$(hardware)
         for blocks in ${KV_THREAD_BLOCKS:-4 64}; do # each calibration adds to the one before
           limit 180 . kv "kv-copies-$blocks" "$work/moeserve" bench kv --device cuda --peers 1 --host-memory-gib "$host" --copy-method all --repetitions 5 \
             --copy-thread-blocks "$blocks" --hardware "$base" --calibrate "$work/kv.json" --json "$work/copies-$blocks.json" --plot "$work/copies-$blocks.svg"
@@ -407,7 +433,7 @@ run() {
         fi ;;
       multipath) paths "${NAME:-multipath}" --parts "${FIGURES:-sizes,gpus,traffic,engines,cpu,chunks,threshold,direct}" ${MULTIPATH:-} ;;
       calibrate)
-        limit 300 . multipath calibrate "$work/moeserve" bench transfer --device cuda --peers "$(relays)" --host-memory-gib "$host" --hardware "${HARDWARE:-h200}" \
+        limit 300 . multipath calibrate "$work/moeserve" bench transfer --device cuda --peers "$(relays)" --host-memory-gib "$host" --hardware "$(hardware)" \
           --calibrate "$logs/machine.json"
         tee -a "$logs/table.log" <"$work/said" ;;
       figures)
@@ -451,7 +477,7 @@ run() {
 }
 
 case $1 in
-  build) build "$2" ;;
+  build) build "$2" "${3:-}" ;;
   run) shift; run "$@" ;;
   *) usage ;;
 esac

@@ -2,9 +2,11 @@
 
     guard.py check RECORD STEPS TRANSFER    prints the table; fails where a cell is more than TOLERANCE below RECORD
     guard.py record RECORD STEPS TRANSFER COMMIT   writes RECORD anew
+    guard.py compare BASE STEPS             prints each cell's time beside that of an earlier commit, measured on the same
+                                            machine; fails where a cell takes more than TOLERANCE longer
 
 STEPS are lines of TestGPUPresets (-steps), TRANSFER is what `moeserve bench transfer --json` wrote on the same
-machine right before, RECORD is tools/cuda/guard.json.
+machine right before, RECORD is tools/cuda/guard.json (of H200) or guard-h100.json. BASE is as STEPS.
 
 A cell is a model, the fraction of its experts that have copies on the peer, and the number of sequences that decode.
 Its share is the limit, the shortest time that its step could take, over the measured time. With everything in HBM the
@@ -17,6 +19,7 @@ import json
 import sys
 
 TOLERANCE = 0.03
+LAYERS = {"mixtral-8x7b": 32, "qwen1.5-moe-a2.7b": 24, "qwen3-30b-a3b": 48}
 PEER, HOST = "peer to gpu", "host to gpu"
 
 
@@ -37,13 +40,19 @@ def links(path):
     return rates
 
 
+def named(s):
+    """The name of a cell: a preset that is cut has its number of layers in it."""
+    cut = f" ({s['layers']} layers)" if s.get("layers", LAYERS.get(s["model"])) != LAYERS.get(s["model"]) else ""
+    return f"{s['model']}{cut} {100 * s['fraction']:g} % {s['sequences']}"
+
+
 def cells(steps, rates):
     """[(name, seconds of a step, least seconds, what binds)], in the order in which they were measured."""
     steps = [s for s in steps if s["kind"] == "decode"]
     resident = {(s["model"], s["sequences"]): s["seconds"] for s in steps if s["fraction"] == 0}
     found = []
     for s in steps:
-        name = f"{s['model']} {100 * s['fraction']:g} % {s['sequences']}"
+        name = named(s)
         if s["fraction"] == 0:
             found.append((name, s["seconds"], s["roofline_s"], "roofline"))
             continue
@@ -85,6 +94,23 @@ def check(record_file, steps_file, transfer_file):
     return 1 if bad or not found else 0
 
 
+def compare(base_file, steps_file):
+    base, now = ({named(s): s["seconds"] for s in lines(path) if s["kind"] == "decode"} for path in (base_file, steps_file))
+    print("| model, experts on the peer, sequences | step, ms | step of the base, ms | step / base |")
+    print("|---|---|---|---|")
+    bad = [f"{name}: measured for the base alone" for name in base if name not in now]
+    bad += [f"{name}: not measured for the base" for name in now if name not in base]
+    for name in (n for n in now if n in base):
+        ratio = now[name] / base[name]
+        print(f"| {name} | {1e3 * now[name]:.2f} | {1e3 * base[name]:.2f} | {100 * ratio:.1f} % |")
+        if ratio > 1 + TOLERANCE:
+            bad.append(f"{name}: {100 * ratio:.1f} % of the base's time")
+    print(f"\n{len(now)} cells, {len(bad)} slower than the base by more than {100 * TOLERANCE:g} %")
+    for line in bad:
+        print("FAILED", line)
+    return 1 if bad or not now else 0
+
+
 def record(record_file, steps_file, transfer_file, commit):
     shares = {name: round(least / took, 4) for name, took, least, _ in cells(lines(steps_file), links(transfer_file))}
     with open(record_file, "w") as f:
@@ -98,4 +124,6 @@ if __name__ == "__main__":
         sys.exit(check(*sys.argv[2:]))
     if len(sys.argv) == 6 and sys.argv[1] == "record":
         sys.exit(record(*sys.argv[2:]))
+    if len(sys.argv) == 4 and sys.argv[1] == "compare":
+        sys.exit(compare(*sys.argv[2:]))
     sys.exit(__doc__)

@@ -182,6 +182,30 @@ class Guard(unittest.TestCase):
             pathlib.Path(names[1]).write_text("\n".join(kept))
             self.assertIn("m 100 % 8: recorded and not measured", printed(guard.check, *names))
 
+    def test_compare(self):
+        with tempfile.TemporaryDirectory() as folder:
+            base = pathlib.Path(folder, "base.json")
+            base.write_text(pathlib.Path(self.files(folder)[1]).read_text())
+            for took, want, says in (
+                (dict(all=0.2575), 0, "| m 100 % 8 | 257.50 | 250.00 | 103.0 % |"),
+                (dict(all=0.26), 1, "FAILED m 100 % 8: 104.0 % of the base's time"),
+            ):
+                code = None
+
+                def compared():
+                    nonlocal code
+                    code = guard.compare(base, self.files(folder, **took)[1])
+
+                said = printed(compared)
+                self.assertEqual(code, want, (took, said))
+                self.assertIn(says, said)
+            base.write_text("")
+            self.assertIn("m 0 % 8: not measured for the base", printed(compared))
+
+    def test_cut_presets(self):
+        for layers, want in ((32, "mixtral-8x7b 50 % 324"), (16, "mixtral-8x7b (16 layers) 50 % 324")):
+            self.assertEqual(guard.named(dict(model="mixtral-8x7b", layers=layers, fraction=0.5, sequences=324)), want)
+
 
 class Load(unittest.TestCase):
     def test_read_rates(self):
