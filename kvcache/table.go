@@ -36,11 +36,12 @@ type Table struct {
 }
 
 // Identify sets the keys of the sequence's first full blocks, as far as its tokens are
-// known. The table keeps the slice; keys of filled blocks must not change.
-func (t *Table) Identify(keys []Key) { t.keys, t.shared = keys, -1 }
+// known, of which events have no tokens until SetTokens. The table keeps the slice; keys of filled blocks
+// must not change.
+func (t *Table) Identify(keys []Key) { t.keys, t.tokens, t.shared = keys, nil, -1 }
 
-// SetTokens sets the sequence's tokens, which events then have. The table keeps the slice, as events do; its
-// elements must not change.
+// SetTokens sets the tokens that the sequence's keys are of, which events then have. The table keeps the slice,
+// as events do; its elements must not change.
 func (t *Table) SetTokens(tokens []int32) { t.tokens = tokens }
 
 // Match adds the full blocks that already hold the sequence's first tokens, at most
