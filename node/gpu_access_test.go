@@ -42,7 +42,8 @@ func TestGPUInPlace(t *testing.T) {
 	for i, name := range onGPU {
 		t.Run(name, func(t *testing.T) {
 			run := func(fraction float64, tier configs.Tier, access configs.ExpertAccess, asked bool) ([]string, *node.Node) {
-				n := openOnGPU(t, node.Options{Settings: gpuSettings(func(s *configs.Settings) {
+				// The cache does not hold all offloaded experts: those that it lacks are read in place to the end.
+				n := openOnGPU(t, node.Options{CacheLayers: 1, Settings: gpuSettings(func(s *configs.Settings) {
 					s.Model.Name, s.KV.MaxModelLen, s.KV.NumGPUBlocksOverride = fixtures.Dir(t, name), 192, 12*12
 					s.Offload.Fraction, s.Offload.Tier, s.Batch.ExpertAccess = fraction, tier, access
 					if tier == configs.PeerTier {
