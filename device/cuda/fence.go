@@ -274,7 +274,11 @@ func (f *fence) await(ctx context.Context, value uint32, help func()) error {
 	return f.m.waiting(f.label, func() error {
 		if !f.reached(value) {
 			what := func() string { return fmt.Sprintf("await %s at %d", f, value) }
-			err := f.m.poll(ctx, what, func() (bool, error) {
+			most := longNap
+			if help != nil {
+				most = watchNap
+			}
+			err := f.m.poll(ctx, most, what, func() (bool, error) {
 				if help != nil {
 					help()
 				}

@@ -435,7 +435,7 @@ func (s *hostStream) copy(o *hostOp) error {
 	if c := side.copy(o.to, o.from, o.dst, o.src); c != success {
 		return g.fail("copy", c, detail())
 	}
-	err := s.m.poll(context.Background(), detail, side.idle)
+	err := s.m.poll(context.Background(), longNap, detail, side.idle)
 	if errors.Is(err, device.ErrLost) {
 		return g.lostError("copy", detail())
 	}

@@ -14,8 +14,8 @@ import (
 // watch is work that a host stream executes once a fence has reached value, or a
 // recording has completed. While it has no other work, the stream's goroutine polls its
 // watches in turn: without a pause for spinFor after the latest change, then with sleeps
-// of at most watchNap. Where another goroutine waits by Await, that one polls without a pause,
-// and the stream's sleeps at once.
+// of at most watchNap. Where another goroutine waits by Await, that one polls, and the
+// stream's sleeps at once, for longNap: two that poll would take twice the processor time.
 type watch struct {
 	work  device.Work
 	fence *fence
@@ -119,7 +119,10 @@ func (s *hostStream) watch(w watch) (bool, error) {
 		return false, closedError("watch", device.Host, s.String())
 	}
 	s.watches, s.changed = append(s.watches, w), time.Now()
-	s.sleeper.wake()
+	// Helpers look by themselves; of the first watch the goroutine has to know, for none may be left.
+	if len(s.watches) == 1 || s.helpers.Load() == 0 {
+		s.sleeper.wake()
+	}
 	return false, nil
 }
 
@@ -209,7 +212,11 @@ func (s *hostStream) rest() {
 		}
 		return // something may have been enqueued meanwhile
 	}
-	s.sleep(min(watchNap, max(shortNap, waited/napShare)))
+	nap := min(watchNap, max(shortNap, waited/napShare))
+	if s.helpers.Load() > 0 {
+		nap = longNap // a helper looks, and the last one wakes this goroutine
+	}
+	s.sleep(nap)
 }
 
 // poll yields before the next look. The lock is held on entry and on return, and released in between:
@@ -232,7 +239,13 @@ func (s *hostStream) Await(ctx context.Context, p device.Point) error {
 		return err
 	}
 	s.helpers.Add(1)
-	defer s.helpers.Add(-1)
+	defer func() {
+		if s.helpers.Add(-1) == 0 {
+			s.mu.Lock()
+			s.sleeper.wake()
+			s.mu.Unlock()
+		}
+	}()
 	return f.wait(ctx, p.Value, s.help)
 }
 
