@@ -19,7 +19,8 @@
    buffers of one set serve one stream of the program at a time: a copy never waits for one of another stream.
 
    A thread opens relays, measures, and finishes the parts of a relay that is lost directly. Only then does a
-   stream wait for the host. */
+   stream wait for the host. It sleeps while no relayed copy is in progress, and a copy below the threshold does not
+   come here. */
 #define _GNU_SOURCE
 #include <stdlib.h>
 
@@ -184,7 +185,7 @@ static void give_up(Part *p, CUresult result) {
 static Reason choose_parts(Target *t, Pending *f, const Copy *c, const Facts *facts, unsigned long long user) {
   size_t most = c->bytes / LEAST_PART;
   Reason why = NO_RELAY;
-  Opaque unused;
+  Opaque before;
   most = most < 2 ? 1 : most - 1 > MAX_PARTS ? MAX_PARTS : most - 1;
   f->parts = 0;
   for (int d = 0; d < MAX_DEVICES && f->parts < (int)most; d++) {
@@ -196,9 +197,9 @@ static Reason choose_parts(Target *t, Pending *f, const Copy *c, const Facts *fa
       why = BUSY;
       continue;
     }
-    if (own.cuCtxPushCurrent_v2(r->context) != SUCCESS) continue;
+    if (enter(r->context, &before) != SUCCESS) continue;
     Reason can = has(c, facts);
-    own.cuCtxPopCurrent_v2(&unused);
+    leave(before);
     if (can != RELAYED) {
       why = can;
       continue;
@@ -218,7 +219,7 @@ static void unreserve(Pending *f) {
 /* enqueue_parts enqueues what relays copy, from byte at on, and returns the first byte behind it. The lock is
    held, so that the words of a set are written in the order of their values. */
 static size_t enqueue_parts(Pending *f, Copy *c, size_t at) {
-  Opaque unused;
+  Opaque before;
   for (int i = 0; i < f->parts; i++) {
     Part *p = &f->part[i];
     size_t chunk = chunk_bytes(p->bytes);
@@ -226,10 +227,10 @@ static size_t enqueue_parts(Pending *f, Copy *c, size_t at) {
     at += p->bytes;
     p->value = ++p->set->issued;
     p->set->reserved--;
-    CUresult result = own.cuCtxPushCurrent_v2(p->relay->context);
+    CUresult result = enter(p->relay->context, &before);
     if (result == SUCCESS) {
       result = enqueue_part(f, p, chunk);
-      own.cuCtxPopCurrent_v2(&unused);
+      leave(before);
     }
     if (result == SUCCESS) continue;
     size_t bytes = p->bytes;
@@ -361,13 +362,16 @@ void relay_forget(CUdevice device) {
     while (opening || t->state == ASKED) pthread_cond_wait(&changed, &lock);
     time_t end = now() + FORGET_SECONDS;
     for (int i = 0; i < MAX_PENDING; i++)
-      while (t->copies[i].state != UNUSED && now() < end) {
+      while (t->copies[i].state != UNUSED && t->errors < CONFIRMED && now() < end) {
         pthread_mutex_unlock(&lock);
         nap(500000);
         pthread_mutex_lock(&lock);
       }
+    /* What is left then, because the context is in error or its streams wait for the program, ends with it. */
+    for (int i = 0; i < MAX_PENDING; i++)
+      if (t->copies[i].state == PENDING) t->copies[i].state = UNUSED, pending--;
     if (t->state == OPEN) close_target(t);
-    t->state = CLOSED;
+    t->state = CLOSED, t->errors = t->refusals = 0;
     for (int d = 0; d < MAX_DEVICES; d++) relays[d].reaches &= ~(1ull << device);
   }
   pthread_mutex_unlock(&lock);

@@ -124,7 +124,7 @@ failed:
 /* reach lets a relay access the memory of a target. */
 static void reach(Relay *r, Target *t) {
   int can = 0, fast = 0;
-  Opaque unused;
+  Opaque before;
   if (r->state == LOST) return;
   r->what = "no peer access";
   if (own.cuDeviceCanAccessPeer(&can, r->device, t->device) != SUCCESS || !can) return;
@@ -134,9 +134,9 @@ static void reach(Relay *r, Target *t) {
   r->what = NULL;
   if (r->state == UNTRIED || r->state == FAILED) open_relay(r, r->device);
   if (r->state != READY) return;
-  if (own.cuCtxPushCurrent_v2(r->context) != SUCCESS) return;
+  if (enter(r->context, &before) != SUCCESS) return;
   CUresult result = own.cuCtxEnablePeerAccess(t->context, 0);
-  own.cuCtxPopCurrent_v2(&unused);
+  leave(before);
   if (result == SUCCESS || result == PEER_ACCESS_ALREADY_ENABLED)
     r->reaches |= 1ull << t->device;
   else
@@ -144,8 +144,8 @@ static void reach(Relay *r, Target *t) {
 }
 
 void close_target(Target *t) {
-  Opaque unused;
-  if (own.cuCtxPushCurrent_v2(t->context) != SUCCESS) return;
+  Opaque before;
+  if (enter(t->context, &before) != SUCCESS) return;
   for (int i = 0; i < MAX_PENDING; i++) {
     Pending *f = &t->copies[i];
     if (f->begin) own.cuEventDestroy_v2(f->begin);
@@ -155,18 +155,18 @@ void close_target(Target *t) {
   }
   if (t->direct) own.cuStreamDestroy_v2(t->direct);
   t->direct = NULL;
-  own.cuCtxPopCurrent_v2(&unused);
+  leave(before);
 }
 
 /* open_target prepares relays for copies of a device; the lock is not held. */
 int open_target(Target *t) {
   unsigned flags;
   int active = 0, count = 0, relayed = 0;
-  Opaque unused;
+  Opaque before;
   if (own.cuDevicePrimaryCtxGetState(t->device, &flags, &active) != SUCCESS || !active) return 0;
   if (own.cuDevicePrimaryCtxRetain(&t->context, t->device) != SUCCESS) return 0;
   own.cuDevicePrimaryCtxRelease_v2(t->device); /* it is the program's: see relay_forget */
-  if (own.cuCtxPushCurrent_v2(t->context) != SUCCESS) return 0;
+  if (enter(t->context, &before) != SUCCESS) return 0;
   CUresult result = own.cuStreamCreate(&t->direct, 1);
   for (int i = 0; i < MAX_PENDING && result == SUCCESS; i++) {
     Pending *f = &t->copies[i];
@@ -175,7 +175,7 @@ int open_target(Target *t) {
     if (result == SUCCESS) result = own.cuEventCreate(&f->middle, 0);
     if (result == SUCCESS) result = own.cuEventCreate(&f->end, 0);
   }
-  own.cuCtxPopCurrent_v2(&unused);
+  leave(before);
   own.cuDeviceGetCount(&count);
   for (int d = 0; d < count && d < MAX_DEVICES && result == SUCCESS; d++) {
     if (d == t->device || !(chosen >> d & 1)) continue;

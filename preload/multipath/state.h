@@ -22,6 +22,9 @@ enum { MAX_DEVICES = 64, MAX_PARTS = 15, SETS = 3, MAX_PENDING = 128, MAX_CHUNKS
 #define SPARE_BYTES (1024 * MIB) /* left free on a relay */
 #define RETRY_SECONDS 30         /* a GPU without relays is tried again after that */
 #define FORGET_SECONDS 10        /* a context that ends waits so long for copies in progress */
+#define CONFIRMED 4              /* an error that the driver repeats so often, 0.5 ms apart, is a context's own and stays */
+#define HOPELESS 2000            /* repeated so often in a target, the copy is given up: the program has got the error */
+#define REFUSALS 200             /* the process ends when a target that works has refused a copy so often */
 
 /* Set is what relays a copy of one stream at a time. A relay has as many as leave each of their streams a queue
    of the hardware to itself, of which there are 8 by default: otherwise streams would wait for each other. */
@@ -53,6 +56,7 @@ typedef struct {
   CUdeviceptr to, from;
   size_t bytes, chunks;
   int timed;
+  int errors; /* that the relay's context has returned in a row */
 } Part;
 
 typedef struct Target Target;
@@ -75,6 +79,7 @@ struct Target {
   CUdevice device;
   Opaque context, direct; /* a stream for the parts of lost relays */
   time_t retry;
+  int errors, refusals; /* of its context in a row while a part is to be made directly; of a copy in one that works */
   Pending copies[MAX_PENDING];
   /* Bytes a second by kind of copy, 0 if unknown: of its own link, and over each relay. */
   double rate[KINDS], over[MAX_DEVICES][KINDS];
@@ -106,6 +111,17 @@ static inline time_t now(void) {
 }
 
 static inline void nap(long ns) { nanosleep(&(struct timespec){.tv_nsec = ns}, NULL); }
+
+/* enter makes a context current and leave the one that was before. Not by the thread's stack: if the driver refuses
+   to pop a context that is in error, the program's next calls would be made in that one. */
+static inline void leave(Opaque before) { own.cuCtxSetCurrent(before); }
+static inline CUresult enter(Opaque context, Opaque *before) {
+  CUresult result = own.cuCtxGetCurrent(before);
+  if (result != SUCCESS) return result;
+  result = own.cuCtxSetCurrent(context);
+  if (result != SUCCESS) leave(*before);
+  return result;
+}
 
 static inline int reached(const Set *s, uint32_t value) { return (int32_t)(__atomic_load_n(s->word, __ATOMIC_ACQUIRE) - value) >= 0; }
 

@@ -14,37 +14,50 @@ unsigned long long measured;
 static pthread_t thread;
 static int running;
 
-/* finish_directly copies a part of a lost relay once the stream has come to the copy. */
+/* works says whether a result is one of a context that is not in error. */
+static int works(CUresult result) { return result == SUCCESS || result == NOT_READY || result == 4 /* the process ends */; }
+
+/* finish_directly copies a part of a lost relay once the stream has come to the copy, and writes the word. Without the
+   bytes there is no word, and nothing behind the copy begins: if the target's context is in error, too, the program
+   learns it from its own calls, and if an error was another context's, the next attempt succeeds. */
 static void finish_directly(Pending *f, Part *p) {
   Target *t = f->target;
-  Opaque unused;
-  if (own.cuCtxPushCurrent_v2(t->context) != SUCCESS) return;
-  CUresult begun = own.cuEventQuery(f->begin);
-  if (begun == SUCCESS) {
-    CUresult result = own.cuMemcpyAsync(p->to, p->from, p->bytes, t->direct);
+  Opaque before;
+  CUresult result = enter(t->context, &before), begun = result;
+  if (result == SUCCESS) {
+    result = begun = own.cuEventQuery(f->begin);
+    if (result == SUCCESS) result = own.cuMemcpyAsync(p->to, p->from, p->bytes, t->direct);
     if (result == SUCCESS) result = own.cuStreamSynchronize(t->direct);
-    if (result != SUCCESS && own.cuEventQuery(f->begin) == SUCCESS) {
-      /* The target is there, and its bytes are not: the program must not go on with what it has not got. */
-      fprintf(stderr, "moeserve-multipath: GPU %d, which relayed a copy, is lost, and the copy cannot be made directly (error %d): the program ends here\n",
-              p->relay->device, result);
-      abort();
-    }
+    if (begun == SUCCESS && result == SUCCESS) __atomic_store_n(p->set->word, p->value, __ATOMIC_RELEASE);
+    if (!works(result)) begun = own.cuEventQuery(f->begin);
+    leave(before);
   }
-  own.cuCtxPopCurrent_v2(&unused);
-  /* If the target itself is lost, the program learns it from the driver. */
-  if (begun != NOT_READY) __atomic_store_n(p->set->word, p->value, __ATOMIC_RELEASE);
+  t->errors = works(begun) ? 0 : t->errors + 1;
+  t->refusals = works(result) ? 0 : t->refusals + !t->errors;
+  if (t->errors == CONFIRMED)
+    fprintf(stderr, "moeserve-multipath: GPU %d, which relayed a copy, is lost, and CUDA reports error %d for GPU %d, too: the copy is not completed\n",
+            p->relay->device, begun, t->device);
+  if (t->refusals == REFUSALS) {
+    /* The target is there, and its bytes are not: the program would wait for ever. */
+    fprintf(stderr, "moeserve-multipath: GPU %d, which relayed a copy, is lost, and the copy cannot be made directly (error %d): the program ends here\n",
+            p->relay->device, result);
+    abort();
+  }
 }
 
 /* dead asks the driver whether the context of a relay is lost. A relay that was given up because an operation was
-   refused may still copy what was enqueued before: whoever finished that directly would have it written again
-   later. */
+   refused may still copy what was enqueued before, and so may one whose query returns the error of another context, once:
+   whoever finished that directly would have it written again later. */
 static int dead(Part *p) {
   Relay *r = p->relay;
-  Opaque unused;
-  if (own.cuCtxPushCurrent_v2(r->context) != SUCCESS) return r->state == LOST;
-  CUresult result = own.cuStreamQuery(p->set->stream[0]);
-  own.cuCtxPopCurrent_v2(&unused);
-  if (result == SUCCESS || result == NOT_READY || result == 4 /* the process ends */) return 0;
+  Opaque before;
+  CUresult result = enter(r->context, &before);
+  if (result == SUCCESS) {
+    result = own.cuStreamQuery(p->set->stream[0]);
+    leave(before);
+  }
+  p->errors = works(result) ? 0 : p->errors + 1;
+  if (p->errors < CONFIRMED) return 0;
   if (r->state != LOST) r->state = LOST, r->what = "cuStreamQuery", r->code = result;
   return 1;
 }
@@ -58,21 +71,21 @@ static void average(double *rate, size_t bytes, float ms) {
 /* measure takes the rates of a copy that has ended. */
 static void measure(Pending *f) {
   Target *t = f->target;
-  Opaque unused;
+  Opaque before;
   float ms;
-  if (own.cuCtxPushCurrent_v2(t->context) == SUCCESS) {
+  if (enter(t->context, &before) == SUCCESS) {
     if (own.cuEventElapsedTime(&ms, f->begin, f->end) == SUCCESS) seconds += ms / 1e3, measured += f->bytes;
     if (own.cuEventElapsedTime(&ms, f->begin, f->middle) == SUCCESS) average(&t->rate[f->kind], f->direct, ms);
-    own.cuCtxPopCurrent_v2(&unused);
+    leave(before);
   }
   for (int i = 0; i < f->parts; i++) {
     Part *p = &f->part[i];
     p->relay->bytes += p->bytes;
     if (!p->timed) continue;
     p->set->timing = 0;
-    if (p->relay->state != READY || own.cuCtxPushCurrent_v2(p->relay->context) != SUCCESS) continue;
+    if (p->relay->state != READY || enter(p->relay->context, &before) != SUCCESS) continue;
     if (own.cuEventElapsedTime(&ms, p->set->begun, p->set->ended) == SUCCESS) average(&t->over[p->relay->device][f->kind], p->bytes, ms);
-    own.cuCtxPopCurrent_v2(&unused);
+    leave(before);
   }
 }
 
@@ -86,12 +99,17 @@ static void advance(Pending *f) {
     if (dead(p) && p->value == *p->set->word + 1) finish_directly(f, p);
     left |= !reached(p->set, p->value);
   }
+  if (left && f->target->errors >= HOPELESS) {
+    f->state = UNUSED;
+    pending--;
+    pthread_cond_broadcast(&changed);
+  }
   if (left || !f->ended) return;
-  Opaque unused;
-  CUresult result = own.cuCtxPushCurrent_v2(f->target->context);
+  Opaque before;
+  CUresult result = enter(f->target->context, &before);
   if (result == SUCCESS) {
     result = own.cuEventQuery(f->end);
-    own.cuCtxPopCurrent_v2(&unused);
+    leave(before);
   }
   if (result == NOT_READY) return;
   measure(f);
@@ -103,6 +121,7 @@ static void advance(Pending *f) {
 static void *watch(void *unused) {
   int relaxed = 2; /* what this thread calls must not end a capture of another */
   own.cuThreadExchangeStreamCaptureMode(&relaxed);
+  pthread_setname_np(pthread_self(), "moeserve-copies");
   pthread_mutex_lock(&lock);
   while (!ending) {
     if (!asked && !pending) {

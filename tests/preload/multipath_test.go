@@ -37,6 +37,7 @@ var buildOnce = sync.OnceValues(func() (rig, error) {
 	}
 	for _, args := range [][]string{
 		slices.Concat([]string{"libmoeserve-multipath.so", "-O2", "-fvisibility=hidden", "-shared", "-fPIC", "-pthread"}, sources, []string{"-ldl"}),
+		slices.Concat([]string{"lose_relay.so", "-O2", "-fvisibility=hidden", "-shared", "-fPIC", "-pthread", "../../tools/cuda/lose_relay.c"}, sources, []string{"-ldl"}),
 		{"libmoeserve-reclaim.so", "-O2", "-fvisibility=hidden", "-shared", "-fPIC", "../../preload/reclaim.c", "-ldl"},
 		{"libcuda.so.1", "-O1", "-shared", "-fPIC", "-pthread", "-Wl,-Bsymbolic", "-Wl,-soname,libcuda.so.1", "testdata/cuda.c"},
 		{"program", "-O2", "-pthread", "testdata/program.c", filepath.Join(dir, "libcuda.so.1"), "-ldl"},
@@ -190,9 +191,9 @@ func TestAdapts(t *testing.T) { build(t).run(t, []string{"STANDIN_RELAY_US=8000"
 // TestLoss: a relay that is lost, or refuses, costs no byte.
 func TestLoss(t *testing.T) {
 	r := build(t)
-	for _, args := range [][]string{{"loss", "before"}, {"loss", "during"}, {"loss", "refused"}, {"loss", "first-refused"}, {"loss-synchronous"}} {
+	for _, args := range [][]string{{"loss", "before"}, {"loss", "during"}, {"loss", "refused"}, {"loss", "first-refused"}, {"loss", "told-once"}, {"loss-synchronous"}} {
 		t.Run(strings.Join(args, " "), func(t *testing.T) {
-			if said := r.run(t, nil, args...); !strings.Contains(said, "GPU 1 is lost") {
+			if said := r.run(t, []string{"STANDIN_RELAY_US=3000"}, args...); !strings.Contains(said, "GPU 1 is lost") {
 				t.Error(said)
 			}
 		})
@@ -206,6 +207,46 @@ func TestLossBeside(t *testing.T) {
 		t.Error(said)
 	}
 }
+
+// TestLossOnGPUs: the fault that tests on GPUs inject is one that the library gets over.
+func TestLossOnGPUs(t *testing.T) {
+	r := build(t)
+	at := filepath.Join(t.TempDir(), "now")
+	if err := os.WriteFile(at, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	env := []string{"LD_PRELOAD=" + filepath.Join(r.dir, "lose_relay.so"), "LOSE_AT=" + at, "STANDIN_RELAY_US=1000"}
+	if said := r.run(t, env, "threads"); !strings.Contains(said, "GPU 1 is lost: cuStreamQuery: error 719") {
+		t.Error(said)
+	}
+}
+
+// TestLossShared: of most faults of a GPU CUDA tells all contexts of the process. A program whose copy was not completed
+// then gets the error, and never goes on with wrong bytes.
+func TestLossShared(t *testing.T) {
+	start := time.Now()
+	if said := build(t).run(t, []string{"STANDIN_SHARED=1"}, "loss-shared"); !strings.Contains(said, "GPU 1 is lost") {
+		t.Error(said)
+	}
+	if took := time.Since(start); took > 8*time.Second {
+		t.Errorf("the context ended after %v", took)
+	}
+}
+
+// TestLossDoubted: an error that the driver reports once is not taken for the loss of a relay, which still writes.
+func TestLossDoubted(t *testing.T) {
+	if said := build(t).run(t, []string{"STANDIN_RELAY_US=20000"}, "loss-doubted"); strings.Contains(said, "is lost") {
+		t.Error(said)
+	}
+}
+
+// TestContextStays: what the library does on a relay leaves the program's context current.
+func TestContextStays(t *testing.T) {
+	build(t).run(t, []string{"STANDIN_STUCK=1"}, "stays")
+}
+
+// TestSleeps: without a relayed copy in progress the driver gets the program's calls and no others.
+func TestSleeps(t *testing.T) { build(t).run(t, nil, "sleeps") }
 
 func TestThreads(t *testing.T) {
 	r := build(t)

@@ -1,9 +1,15 @@
-/* libmoeserve-multipath.so with a fault, for multipath.py: as soon as the file named in LOSE_AT is there, a kernel
-   writes where no memory is, in the context that the library has on its first relay. The context ends with a
-   sticky error, as after a failure of that GPU; the contexts of the program are not touched. Compiled with the
-   sources of preload/multipath. */
+/* libmoeserve-multipath.so with a fault, for multipath.py: as soon as the file named in LOSE_AT is there, the library's
+   first relay is lost. LOSE_BY says how:
+
+     calls  (default) of the next copy the relay makes five more operations, and none after these; then the driver's
+            calls for its context fail. The driver itself is not touched, so all else works as before.
+     fault  a kernel writes where no memory is, in the library's context. CUDA documents of such an error that it leaves
+            the process, not the context, in an inconsistent state.
+
+   Compiled with the sources of preload/multipath. */
 #define _GNU_SOURCE
 #include <stdlib.h>
+#include <string.h>
 
 #include "../../preload/multipath/state.h"
 
@@ -12,9 +18,37 @@ static const char code[] =
     ".visible .entry write(.param .u64 to) {\n .reg .b64 %at;\n .reg .b32 %value;\n"
     " ld.param.u64 %at, [to];\n mov.u32 %value, 1;\n st.global.u32 [%at], %value;\n ret;\n}\n";
 
+static struct Calls real;
+static Relay *victim;
+static volatile int losing;
+static int left = 5; /* operations before none is made; the library enqueues those of a relay under its lock */
+
 static void fail(const char *what, int code) {
   fprintf(stderr, "lose_relay: %s: %d\n", what, code);
   _exit(99);
+}
+
+static int there(void) {
+  Opaque context = NULL;
+  return losing && real.cuCtxGetCurrent(&context) == SUCCESS && context == victim->context;
+}
+
+static CUresult copy_or_not(CUdeviceptr to, CUdeviceptr from, size_t bytes, Opaque stream) {
+  if (there() && (left <= 0 || left-- <= 0)) return SUCCESS;
+  return real.cuMemcpyAsync(to, from, bytes, stream);
+}
+
+static CUresult write_or_not(Opaque stream, CUdeviceptr at, uint32_t value, unsigned flags) {
+  return there() && left <= 0 ? SUCCESS : real.cuStreamWriteValue32_v2(stream, at, value, flags);
+}
+
+/* What was enqueued before the loss ends first: a context that is lost writes no more. */
+static CUresult query(Opaque stream) {
+  if (!there() || left > 0) return real.cuStreamQuery(stream);
+  for (int i = 0; i < sets; i++)
+    for (int k = 0; k < 2; k++)
+      if (real.cuStreamQuery(victim->sets[i].stream[k]) != SUCCESS) return NOT_READY;
+  return 719;
 }
 
 static Relay *first_relay(void) {
@@ -35,8 +69,18 @@ static void *lose(void *file) {
   } while (0)
   void *module, *write, *arguments[1];
   CUdeviceptr place, nowhere = 1024;
-  Relay *r = first_relay();
-  if (own.cuCtxPushCurrent_v2(r->context)) fail("cuCtxPushCurrent", 0);
+  const char *how = getenv("LOSE_BY");
+  victim = first_relay();
+  if (!how || strcmp(how, "fault")) {
+    while (access(file, F_OK) != 0) nap(1000000);
+    pthread_mutex_lock(&lock);
+    real = own;
+    own.cuMemcpyAsync = copy_or_not, own.cuStreamWriteValue32_v2 = write_or_not, own.cuStreamQuery = query;
+    losing = 1;
+    pthread_mutex_unlock(&lock);
+    return NULL;
+  }
+  if (own.cuCtxSetCurrent(victim->context)) fail("cuCtxSetCurrent", 0);
   RUN(cuModuleLoadData, (void **, const void *), &module, code);
   RUN(cuModuleGetFunction, (void **, void *, const char *), &write, module, "write");
   if (own.cuMemAlloc_v2(&place, 4)) fail("cuMemAlloc", 0);

@@ -11,8 +11,12 @@ PyTorch, and for the part models transformers. Parts:
     rates    bandwidth by size, both directions, and what small copies cost, with and without LIBRARY
     program  the same bytes: many sizes, streams at once, graphs, threads, a DataLoader that forks
     ends     a program that ends without synchronizing; a relay without memory; a relay that is lost in
-             mid-copy (LOSE_RELAY is the library with that fault), a process on it that is
+             mid-copy (LOSE_RELAY is the library with that fault), a process on it that is; a fault of a kernel
+             in the relay's context, which ends the program with an error if the driver tells all contexts of it
     models   a transformers model of 3 GB from pinned memory to the GPU
+    latency  (not by default) what a small copy costs, by the driver alone after each thing that the library makes
+             in it, and with PyTorch with parts of the library; how often its thread wakes; about a minute
+    faults   (not by default) who in a process learns of a fault in one of its contexts; half a minute
     vllm     (not by default) vLLM's sleep mode, with MODEL, a folder with a config.json; about 2 minutes
 
 RATE is what an engine of moeserve reaches with these GPUs, in GB/s, to compare with: by default what is reached
@@ -102,6 +106,53 @@ def child_rates():
             times.append((time.perf_counter() - begin) / 50)
         result["small"][f"{kib} KiB"] = 1e6 * min(times)
     print(json.dumps(result), flush=True)
+
+
+def small_copies(torch, host, device):
+    """Microseconds of a copy and a wait behind it, and of the copy's call alone, by size in KiB."""
+    result = {}
+    for kib in (1, 64, 1024):
+        a, b, both, calls = device[: kib << 10], host[: kib << 10], [], []
+        for _ in range(9):
+            torch.cuda.synchronize()
+            begin, inside = time.perf_counter(), 0.0
+            for _ in range(100):
+                t = time.perf_counter()
+                a.copy_(b, non_blocking=True)
+                inside += time.perf_counter() - t
+                torch.cuda.current_stream().synchronize()
+            both.append((time.perf_counter() - begin) / 100)
+            calls.append(inside / 100)
+        result[kib] = (1e6 * min(both), 1e6 * statistics.median(both), 1e6 * min(calls))
+    return result
+
+
+def wakes():
+    """How often the library's thread has gone to sleep; None without one."""
+    for task in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{task}/comm") as f:
+            if f.read().strip() != "moeserve-copies":
+                continue
+        with open(f"/proc/self/task/{task}/status") as f:
+            return int(re.search(r"^voluntary_ctxt_switches:\s+(\d+)", f.read(), re.M)[1])
+    return None
+
+
+def child_latency():
+    import torch
+
+    host = torch.empty(GIB, dtype=torch.uint8, pin_memory=True).fill_(1)
+    device = torch.zeros(GIB, dtype=torch.uint8, device="cuda")
+    result = {"before large copies": small_copies(torch, host, device)}
+    warm(torch, host, device, seconds=float(os.environ.get("WARM", "8")))
+    time.sleep(0.1)
+    slept = wakes()
+    result["after them"] = small_copies(torch, host, device)
+    # In a stream whose first copies these are, and in the default one again.
+    with torch.cuda.stream(torch.cuda.Stream()):
+        result["in a new stream"] = small_copies(torch, host, device)
+    result["in the old one"] = small_copies(torch, host, device)
+    print(json.dumps({"times": result, "wakes": None if slept is None else wakes() - slept, "cpus": len(os.sched_getaffinity(0))}), flush=True)
 
 
 def child_ceiling():
@@ -309,29 +360,39 @@ def child_exits():
 
 
 def child_copies():
-    """Copies for some seconds and compares every byte; then touches the file LOSE_AT, if there is one, and goes on."""
+    """Copies for some seconds and compares every byte; then touches the file LOSE_AT, if there is one, and goes on. An
+    error of CUDA ends it with 3."""
     import torch
 
+    done = {"rounds": 0, "wrong": 0}
+    try:
+        copy_and_compare(torch, done)
+    except RuntimeError as e:
+        print(json.dumps({**done, "error": str(e).splitlines()[0]}), flush=True)
+        os._exit(3)
+    print(json.dumps(done), flush=True)
+
+
+def copy_and_compare(torch, done):
     size, begin = 256 * MIB, time.time()
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     device = torch.zeros(size, dtype=torch.uint8, device="cuda")
     want = [pattern(torch, size, i) for i in range(2)]
     warm(torch, host, device, seconds=float(os.environ.get("WARM", "8")))
-    rounds, wrong, at = 0, 0, os.environ.get("LOSE_AT")
+    at = os.environ.get("LOSE_AT")
     time.sleep(0.5)
     begin = time.time()
     while time.time() < begin + 2.5:
         if at and time.time() > begin + 1:
             open(at, "w").close()
-        w = want[rounds % 2]
+        w = want[done["rounds"] % 2]
         for _ in range(4):
             host.copy_(w, non_blocking=True)
             device.zero_()
             device.copy_(host, non_blocking=True)
         torch.cuda.synchronize()
-        wrong += not torch.equal(device, w)
-        rounds += 1
-    print(json.dumps({"rounds": rounds, "wrong": wrong}), flush=True)
+        done["wrong"] += not torch.equal(device, w)
+        done["rounds"] += 1
 
 
 def child_victim():
@@ -442,7 +503,8 @@ def run(name, *arguments, library=None, timeout=120, **env):
             out, err, code = (e.stdout or b"").decode(), (e.stderr or b"").decode(), -1
         report = open(log).read().strip() if os.path.exists(log) else ""
     if code:
-        print(f"{name}: exit {code}\n{out[-1000:]}\n{err[-3000:]}", flush=True)
+        # Both ends: the first error says where it came up, the last what the process ended of.
+        print(f"{name}: exit {code}\n{out[-1000:]}\n{err if len(err) < 4000 else err[:2000] + '...' + err[-2000:]}", flush=True)
     if report:
         print(report, flush=True)
     return out, code, report
@@ -511,6 +573,12 @@ def part_ends(library, lose):
         out, code, report = run("copies", library=lose, LOSE_AT=at)
         r = last_json(out)
         check(code == 0 and r.get("wrong") == 0 and r["rounds"] > 4 and "is lost" in report, "a relay that is lost in mid-copy", f"{r}, exit {code}")
+        at = os.path.join(folder, "fault")
+        out, code, report = run("copies", library=lose, LOSE_AT=at, LOSE_BY="fault")
+        r = last_json(out)
+        survived, told = code == 0 and "is lost" in report, code == 3 and "CUDA error" in r.get("error", "")
+        check((survived or told) and r.get("wrong") == 0 and r["rounds"] > 4, "a fault in the relay's context: no wrong byte, and the program "
+              + ("gets the error" if told else "goes on" if survived else "fails otherwise"), f"{r}, exit {code}")
         fault = os.path.join(os.path.dirname(lose), "lose.so")
         if os.path.exists(fault):
             at = os.path.join(folder, "then")
@@ -529,6 +597,198 @@ def part_ends(library, lose):
     check(code == 0 and r.get("wrong") == 0 and relayed(report) == 0 and "cannot be a relay" in report, f"a relay with {left} MiB of memory is not used", f"{r}, exit {code}")
     filler.stdin.close()
     filler.wait(30)
+
+
+def part_latency(library, _):
+    p = subprocess.run([sys.executable, os.path.abspath(__file__), "child", "stages"], timeout=60, capture_output=True, text=True)
+    print(p.stdout + p.stderr[-2000:], end="", flush=True)
+    check(p.returncode == 0, "latency by stages")
+    print("| PyTorch | when | 1 KiB, least, us | median | call | 64 KiB, least, us | median | call | 1 MiB, least, us | median | call |\n" + "|---" * 11 + "|", flush=True)
+    # The library that leaves all copies alone, for their size or for want of relays, and the one that relays; twice, since
+    # processes differ by themselves.
+    for _ in range(2):
+        for what, options in (("native", {}), ("too small for the library", {"library": library, "MOESERVE_MULTIPATH_THRESHOLD": "64G", "WARM": "0"}),
+                              ("without relays", {"library": library, "MOESERVE_MULTIPATH_RELAYS": "none", "WARM": "0"}), ("with relays", {"library": library})):
+            got = last_json(run("latency", **options)[0])
+            for when, by_size in got.get("times", {}).items():
+                print(f"| {what} | {when} | " + " | ".join(f"{us:.2f}" for row in by_size.values() for us in row) + " |", flush=True)
+            print(f"the library's thread slept {got.get('wakes')} times during these; {got.get('cpus')} CPUs", flush=True)
+
+
+def child_stages():
+    """What a small copy costs by the driver alone, after each thing that the library makes in it."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    ptr, u64 = ctypes.c_void_p, ctypes.c_uint64
+
+    def call(name, *arguments):
+        result = getattr(cuda, name)(*arguments)
+        if result:
+            raise RuntimeError(f"{name}: {result}")
+
+    def made(name, *arguments, kind=ptr):
+        p = kind()
+        call(name, ctypes.byref(p), *arguments)
+        return p
+
+    call("cuInit", 0)
+    near = made("cuDevicePrimaryCtxRetain", 0)
+    call("cuCtxSetCurrent", near)
+    size = ctypes.c_size_t(64 * MIB)
+    host, at = made("cuMemHostAlloc", size, 0), made("cuMemAlloc_v2", size, kind=u64)
+    ctypes.memset(host, 1, size.value)
+    enqueue, wait = cuda.cuMemcpyHtoDAsync_v2, cuda.cuStreamSynchronize
+    print("| driver alone, after | 1 KiB: call and wait, us | 64 KiB | 1 MiB |\n|---|---|---|---|")
+
+    def measure(what):
+        call("cuCtxSetCurrent", near)
+        row = []
+        for n in (1 << 10, 64 << 10, MIB):
+            bytes_, best = ctypes.c_size_t(n), (1e9, 0, 0)
+            for _ in range(9):
+                calls = waits = 0.0
+                for _ in range(200):
+                    a = time.perf_counter()
+                    enqueue(at, host, bytes_, None)
+                    b = time.perf_counter()
+                    wait(None)
+                    waits += time.perf_counter() - b
+                    calls += b - a
+                best = min(best, (calls + waits, calls, waits))
+            row.append(f"{1e6 * best[1] / 200:.2f} + {1e6 * best[2] / 200:.2f}")
+        print(f"| {what} | " + " | ".join(row) + " |", flush=True)
+
+    measure("one context")
+    measure("the same again")
+    relay = made("cuCtxCreate_v2", 0, 1)
+    far = made("cuMemAlloc_v2", size, kind=u64)
+    there = made("cuStreamCreate", 1)
+    measure("a context of GPU 1 with a stream and memory")
+    call("cuCtxSetCurrent", relay)
+    call("cuCtxEnablePeerAccess", near, 0)
+    measure("its access to GPU 0")
+    word = made("cuMemHostAlloc", ctypes.c_size_t(4096), 3)
+    ctypes.memset(word, 0, 4096)
+    stream, events = made("cuStreamCreate", 1), [made("cuEventCreate", 0) for _ in range(384)]
+    measure("384 events, a stream, and a page for all contexts")
+    call("cuEventRecord", events[0], None)
+    call("cuStreamSynchronize", None)
+    measure("an event in the stream")
+    call("cuEventRecord", events[1], None)
+    call("cuCtxSetCurrent", relay)
+    call("cuStreamWaitEvent", there, events[1], 0)
+    call("cuStreamSynchronize", there)
+    measure("a wait of GPU 1 for an event of GPU 0")
+    call("cuCtxSetCurrent", relay)
+    call("cuMemcpyAsync", far, u64(host.value), size, there)
+    call("cuMemcpyAsync", at, far, size, there)
+    call("cuStreamSynchronize", there)
+    measure("a copy of GPU 1 to GPU 0")
+    call("cuCtxSetCurrent", relay)
+    call("cuStreamWriteValue32_v2", there, u64(word.value), 1, 0)
+    call("cuStreamSynchronize", there)
+    measure("a word that GPU 1 wrote")
+    call("cuStreamWaitValue32_v2", stream, u64(word.value), 1, 0)
+    call("cuStreamSynchronize", stream)
+    measure("a wait for it in another stream")
+    call("cuStreamWaitValue32_v2", None, u64(word.value), 1, 0)
+    call("cuStreamSynchronize", None)
+    measure("a wait for it in the stream")
+    call("cuCtxDestroy_v2", relay)
+    measure("the end of the context of GPU 1")
+
+
+def child_fault():
+    """GPU 1's context of a process has a fault: what calls for GPU 0's return then. Arguments: write or trap, peer or
+    alone, idle, copying or waiting. Numbers are results of the driver, 0 is success."""
+    kind, access, busy = sys.argv[3:6]
+    cuda = ctypes.CDLL("libcuda.so.1")
+    ptr, u64 = ctypes.c_void_p, ctypes.c_uint64
+
+    def call(name, *arguments):
+        result = getattr(cuda, name)(*arguments)
+        if result:
+            raise RuntimeError(f"{name}: {result}")
+
+    def made(name, *arguments, kind=ptr):
+        p = kind()
+        call(name, ctypes.byref(p), *arguments)
+        return p
+
+    call("cuInit", 0)
+    near = made("cuDevicePrimaryCtxRetain", 0)
+    call("cuCtxSetCurrent", near)
+    size = ctypes.c_size_t(256 * MIB)
+    host, at, stream = made("cuMemHostAlloc", size, 1), made("cuMemAlloc_v2", size, kind=u64), made("cuStreamCreate", 1)
+    word = made("cuMemHostAlloc", ctypes.c_size_t(4096), 3)
+    ctypes.memset(word, 0, 4096)
+    ctypes.memset(host, 5, size.value)
+    relay = made("cuCtxCreate_v2", 0, 1)
+    if access == "peer":
+        call("cuCtxEnablePeerAccess", near, 0)
+    far, streams = made("cuMemAlloc_v2", size, kind=u64), [made("cuStreamCreate", 1) for _ in range(2)]
+    module = made("cuModuleLoadData", b".version 7.0\n.target sm_80\n.address_size 64\n"
+                  b".visible .entry write(.param .u64 to) {\n .reg .b64 %at;\n .reg .b32 %value;\n"
+                  b" ld.param.u64 %at, [to];\n mov.u32 %value, 1;\n st.global.u32 [%at], %value;\n ret;\n}\n"
+                  b".visible .entry trap(.param .u64 to) {\n trap;\n ret;\n}\n\0")
+    functions = {name: made("cuModuleGetFunction", module, name.encode()) for name in ("write", "trap")}
+
+    def launch(name, address):
+        to = u64(address)
+        call("cuLaunchKernel", functions[name], 1, 1, 1, 1, 1, 1, 0, streams[1], (ctypes.c_void_p * 1)(ctypes.addressof(to)), None)
+
+    launch("write", far.value)
+    call("cuStreamSynchronize", streams[1])
+    waited, begin = {}, time.perf_counter()
+    if busy == "waiting":
+        def wait():
+            cuda.cuCtxSetCurrent(near)
+            cuda.cuStreamWaitValue32_v2(stream, u64(word.value), 1, 0)
+            waited["result"] = cuda.cuStreamSynchronize(stream)
+            waited["after"] = time.perf_counter() - begin
+
+        threading.Thread(target=wait, daemon=True).start()
+        time.sleep(0.2)
+    if busy == "copying":
+        for _ in range(50):
+            call("cuMemcpyPeerAsync", at, near, far, relay, size, streams[0])
+    begin = time.perf_counter()
+    launch(kind, 1024)
+    time.sleep(0.2)
+
+    def near_says():
+        back, event, n = (ctypes.c_char * 4096)(), ptr(), ctypes.c_size_t(MIB)
+        said = [("current", cuda.cuCtxSetCurrent(near)), ("query", cuda.cuStreamQuery(stream)), ("event", cuda.cuEventCreate(ctypes.byref(event), 0))]
+        if busy != "waiting":
+            said += [("in", cuda.cuMemcpyHtoD_v2(at, host, n)), ("out", cuda.cuMemcpyDtoH_v2(back, at, ctypes.c_size_t(4096))),
+                     ("synchronize", cuda.cuCtxSynchronize())]
+            said.append(("bytes", "right" if bytes(back) == b"\x05" * 4096 else "not there"))
+        return " ".join(f"{what} {result}" for what, result in said)
+
+    print(f"{kind} {access} {busy}: GPU 0 before GPU 1 is asked: {near_says()}", flush=True)
+    # What the library does there, and whether the context of before is current again.
+    popped, current = ptr(), ptr()
+    said = [("push", cuda.cuCtxPushCurrent_v2(relay)), ("query", cuda.cuStreamQuery(streams[0])), ("pop", cuda.cuCtxPopCurrent_v2(ctypes.byref(popped))),
+            ("get", cuda.cuCtxGetCurrent(ctypes.byref(current)))]
+    print(f"  GPU 1: {' '.join(f'{what} {result}' for what, result in said)}, GPU 0 is {'' if current.value == near.value else 'not '}current then; "
+          f"set {cuda.cuCtxSetCurrent(relay)} synchronize {cuda.cuCtxSynchronize()} set back {cuda.cuCtxSetCurrent(near)}", flush=True)
+    print(f"  GPU 0 then: {near_says()}", flush=True)
+    if busy == "waiting":
+        time.sleep(1)
+        print(f"  cuStreamSynchronize of GPU 0, in progress since before, after a second: {waited or 'still waits'}", flush=True)
+        ctypes.c_uint32.from_address(word.value).value = 1
+        time.sleep(0.5)
+        print(f"  and after the word that its stream waits for was written: {waited or 'still waits'}", flush=True)
+    os._exit(0)
+
+
+def part_faults(*_):
+    cases = [(kind, access, busy) for busy in ("idle", "copying") for access in ("alone", "peer") for kind in ("write", "trap")]
+    for case in cases + [("write", "peer", "waiting")]:
+        try:
+            p = subprocess.run([sys.executable, os.path.abspath(__file__), "child", "fault", *case], timeout=20, capture_output=True, text=True)
+            print(p.stdout + (p.stderr[-1000:] if p.returncode else ""), end="", flush=True)
+        except subprocess.TimeoutExpired as e:
+            print((e.stdout or b"").decode() + f"{' '.join(case)}: no end within 20 s", flush=True)
 
 
 def part_models(library, _):

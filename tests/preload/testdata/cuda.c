@@ -6,7 +6,9 @@
 
    STANDIN_DEVICES (2), STANDIN_MEMORY (bytes of each device, 1 GiB), STANDIN_RATE (bytes a second that a copy
    takes at most; 0: no limit), STANDIN_RELAY_US (by which a copy takes longer in a context that is not a primary
-   one), STANDIN_UNRANGED (1: the range of host memory is not told). fake_* are for the test program. */
+   one), STANDIN_UNRANGED (1: the range of host memory is not told), STANDIN_STUCK (1: a context in error is not popped),
+   STANDIN_SHARED (1: calls in all contexts return the error of one, as CUDA has it for most faults, while the streams of
+   the others go on). fake_* are for the test program. */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
@@ -23,6 +25,7 @@ enum { MAX_DEVICES = 8 };
 typedef struct stream stream;
 typedef struct context {
   int device, primary, alive, broken, references;
+  int told; /* the error of another context that calls in this one return */
   unsigned reach; /* devices whose memory it may access */
   stream *legacy, *streams;
 } context;
@@ -66,9 +69,9 @@ static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static context primaries[MAX_DEVICES];
 static region *regions;
 static size_t used[MAX_DEVICES], memory_bytes;
-static int devices, rate, relay_us, unranged, captures;
+static int devices, rate, relay_us, unranged, stuck, shared, captures;
 static pid_t owner;
-static unsigned long long ids, relayed, native, copies;
+static unsigned long long ids, relayed, native, copies, calls;
 static __thread context *stack[8];
 static __thread int depth;
 static __thread stream *of_thread;
@@ -90,6 +93,8 @@ __attribute__((constructor)) static void start(void) {
   rate = number("STANDIN_RATE", 0);
   relay_us = number("STANDIN_RELAY_US", 0);
   unranged = number("STANDIN_UNRANGED", 0);
+  stuck = number("STANDIN_STUCK", 0);
+  shared = number("STANDIN_SHARED", 0);
   for (int i = 0; i < MAX_DEVICES; i++) primaries[i].device = i, primaries[i].primary = 1;
 }
 
@@ -97,12 +102,16 @@ __attribute__((constructor)) static void start(void) {
 unsigned long long fake_relayed(void) { return __atomic_load_n(&relayed, __ATOMIC_SEQ_CST); }
 unsigned long long fake_native(void) { return __atomic_load_n(&native, __ATOMIC_SEQ_CST); }
 unsigned long long fake_copies(void) { return __atomic_load_n(&copies, __ATOMIC_SEQ_CST); }
+unsigned long long fake_calls(void) { return __atomic_load_n(&calls, __ATOMIC_SEQ_CST); }
+static void called(void) { __atomic_fetch_add(&calls, 1, __ATOMIC_SEQ_CST); }
+static int error_of(const context *c) { return c->broken ? c->broken : c->told; }
 static context *others[64];
 static int other_count;
 void fake_break(int device) {
   pthread_mutex_lock(&lock);
   for (int i = 0; i < other_count; i++)
     if (others[i]->device == device) others[i]->broken = 700;
+  for (int i = 0; i < MAX_DEVICES && shared; i++) primaries[i].told = 700;
   pthread_cond_broadcast(&changed);
   pthread_mutex_unlock(&lock);
 }
@@ -120,9 +129,10 @@ static int struck(const char *call) {
 }
 
 #define BEGIN                                               \
+  called();                                                 \
   pthread_mutex_lock(&lock);                                \
   {                                                         \
-    int r_ = !current ? NO_CONTEXT : current->broken ? current->broken : struck(__func__); \
+    int r_ = !current ? NO_CONTEXT : error_of(current) ? error_of(current) : struck(__func__); \
     if (r_) return pthread_mutex_unlock(&lock), r_;         \
   }
 #define END(r)                    \
@@ -226,7 +236,7 @@ static stream *stream_of(void *handle) {
 }
 static void drain(stream *s) {
   uint64_t until = s->pushed;
-  while (s->done < until && !s->of->broken) pthread_cond_wait(&changed, &lock);
+  while (s->done < until && !error_of(s->of)) pthread_cond_wait(&changed, &lock);
 }
 
 int cuStreamCreate(stream **s, unsigned flags) {
@@ -241,10 +251,11 @@ int cuStreamQuery(void *h) {
   END(s->of->broken ? s->of->broken : s->done < s->pushed ? NOT_READY : OK);
 }
 int cuStreamSynchronize(void *h) {
+  called();
   pthread_mutex_lock(&lock);
   stream *s = stream_of(h);
   drain(s);
-  END(s->of->broken);
+  END(error_of(s->of));
 }
 int cuStreamWaitEvent(void *h, event *e, unsigned flags) {
   BEGIN
@@ -364,14 +375,16 @@ int cuCtxDestroy_v2(context *c) {
     }
   END(OK);
 }
-int cuCtxGetCurrent(context **c) { return *c = current, OK; }
+int cuCtxGetCurrent(context **c) { return called(), *c = current, OK; }
 int cuCtxSetCurrent(context *c) {
-  if (depth) stack[depth - 1] = c;
-  else if (c) stack[depth++] = c;
+  called();
+  if (c && !c->alive) return NO_CONTEXT;
+  if (depth) depth--;
+  if (c) stack[depth++] = c;
   return OK;
 }
-int cuCtxPushCurrent_v2(context *c) { return c && c->alive ? (stack[depth++] = c, OK) : NO_CONTEXT; }
-int cuCtxPopCurrent_v2(context **c) { return depth ? (*c = stack[--depth], OK) : NO_CONTEXT; }
+int cuCtxPushCurrent_v2(context *c) { return called(), c && c->alive ? (stack[depth++] = c, OK) : NO_CONTEXT; }
+int cuCtxPopCurrent_v2(context **c) { return called(), stuck && depth && current->broken ? current->broken : depth ? (*c = stack[--depth], OK) : NO_CONTEXT; }
 int cuCtxGetDevice(int *d) { return current ? (*d = current->device, OK) : NO_CONTEXT; }
 int cuCtxSynchronize(void) {
   BEGIN
@@ -520,9 +533,10 @@ static int enqueue(address to, address from, size_t n, void *h) {
   return push(s, (op){.kind = COPY, .to = to, .from = from, .bytes = n});
 }
 static int copy(const char *call, address to, address from, size_t n, void *h, int synchronous) {
+  called();
   if (getpid() != owner) return NOT_INITIALIZED;
   pthread_mutex_lock(&lock);
-  int r = !current ? NO_CONTEXT : current->broken ? current->broken : struck(call);
+  int r = !current ? NO_CONTEXT : error_of(current) ? error_of(current) : struck(call);
   if (!r) r = enqueue(to, from, n, h);
   if (!r && (synchronous || !find(to) || !find(from))) drain(stream_of(h));
   END(r);

@@ -16,6 +16,7 @@ typedef unsigned long long address;
 
 int cuInit(unsigned);
 int cuCtxCreate_v2(void **, unsigned, int);
+int cuCtxGetCurrent(void **);
 int cuCtxSetCurrent(void *);
 int cuCtxSynchronize(void);
 int cuDevicePrimaryCtxRetain(void **, int);
@@ -39,7 +40,7 @@ int cuMemcpyHtoDAsync_v2_ptsz(address, const void *, size_t, void *);
 int cuMemcpyDtoHAsync_v2(void *, address, size_t, void *);
 int cuMemcpy2D_v2(const void *, void *);
 int cuMemcpy3DAsync_v2(const void *, void *);
-unsigned long long fake_relayed(void), fake_native(void), fake_copies(void);
+unsigned long long fake_relayed(void), fake_native(void), fake_copies(void), fake_calls(void);
 typedef struct {
   int type, device, flags;
 } Right;
@@ -303,7 +304,9 @@ static void loss(const char *how) {
     OK(cuMemcpyHtoDAsync_v2(gpu + half * N, host + half * N, N, stream));
     OK(cuLaunchHostFunc(stream, read_kernel, &look[i]));
   }
-  if (!strcmp(how, "before")) fake_break(1);
+  if (!strcmp(how, "before") || !strcmp(how, "told-once")) fake_break(1);
+  /* A call for the program's GPU returns the error of the other, once. */
+  if (!strcmp(how, "told-once")) fake_fail("cuEventQuery", 700, 0, 0), usleep(20000);
   gate = 1;
   if (!strcmp(how, "during")) usleep(2000), fake_break(1);
   OK(cuStreamSynchronize(stream));
@@ -349,6 +352,98 @@ static void loss_beside(void) {
   CHECK(differs(seen(gpu + N), N, 8) < 0);
   usleep(500000);
   CHECK(differs(seen(gpu), N, 9) < 0);
+}
+
+/* Of a relay's fault the driver tells the program, too, whose stream has not got all bytes then: nothing behind the copy
+   begins, and the program's calls return the error. */
+static void loss_shared(void) {
+  void *stream;
+  Kernel look = {seen(gpu), N, 7, -2, 0};
+  warm();
+  OK(cuStreamCreate(&stream, 1));
+  fill(host, N, 7);
+  OK(cuLaunchHostFunc(stream, wait_gate, NULL));
+  OK(cuMemcpyHtoDAsync_v2(gpu, host, N, stream));
+  OK(cuLaunchHostFunc(stream, read_kernel, &look));
+  fake_break(1);
+  gate = 1;
+  int r = cuStreamSynchronize(stream);
+  if (r != 700) fail("cuStreamSynchronize", r);
+  usleep(200000);
+  if (look.bad != -2) fail("work behind the copy began, wrong byte", look.bad);
+  r = cuMemcpyHtoD_v2(gpu, host, N);
+  if (r != 700) fail("cuMemcpyHtoD", r);
+  /* And the context ends without waiting for what cannot come. */
+  OK(cuDevicePrimaryCtxReset_v2(0));
+}
+
+/* A relay whose query fails once is not lost, and nobody writes what it still copies. */
+static void loss_doubted(void) {
+  void *stream;
+  warm();
+  OK(cuStreamCreate(&stream, 1));
+  fill(host, N, 7);
+  OK(cuMemcpyHtoDAsync_v2(gpu, host, N, stream));
+  fake_fail("cuStreamQuery", 700, 0, 1);
+  OK(cuStreamSynchronize(stream));
+  CHECK(differs(seen(gpu), N, 7) < 0);
+  fill(seen(gpu), N, 9);
+  usleep(500000);
+  CHECK(differs(seen(gpu), N, 9) < 0);
+  unsigned long long relayed = fake_relayed();
+  OK(cuMemcpyHtoD_v2(gpu, host, N));
+  CHECK(fake_relayed() > relayed);
+}
+
+/* The program's context stays current, also if the driver does not pop that of a relay. */
+static void stays(void) {
+  void *now;
+  warm();
+  OK(cuCtxSynchronize());
+  usleep(50000);
+  fake_break(1);
+  for (int i = 0; i < 3; i++) {
+    fill(host, N, i);
+    OK(cuMemcpyHtoD_v2(gpu, host, N));
+    CHECK(differs(seen(gpu), N, i) < 0);
+    OK(cuCtxGetCurrent(&now));
+    CHECK(now == context);
+  }
+}
+
+/* While no relayed copy is in progress the library calls nothing, and a copy below the threshold is one call. */
+static void quiet(void) {
+  unsigned long long before = 0;
+  for (int i = 0; i < 10 && fake_calls() != before; i++) {
+    before = fake_calls();
+    usleep(200000);
+  }
+  CHECK(fake_calls() == before);
+}
+static void sleeps(void) {
+  void *stream;
+  OK(cuStreamCreate(&stream, 1));
+  unsigned long long before = fake_calls();
+  OK(cuMemcpyHtoDAsync_v2(gpu, host, MIB - 8, stream));
+  if (fake_calls() - before != 1) fail("calls of a copy before any large one", fake_calls() - before);
+  warm();
+  for (int i = 0; i < 20; i++) OK(cuMemcpyHtoDAsync_v2(gpu, host, N, stream));
+  OK(cuStreamSynchronize(stream));
+  quiet();
+  for (size_t n = 8; n < MIB; n *= 4) {
+    before = fake_calls();
+    OK(cuMemcpyHtoDAsync_v2(gpu, host, n, stream));
+    OK(cuMemcpyDtoHAsync_v2(host, gpu, n, NULL));
+    OK(cuMemcpyHtoD_v2(gpu, host, n));
+    OK(cuMemcpyDtoH_v2(host, gpu, n));
+    OK(cuStreamSynchronize(stream));
+    if (fake_calls() - before != 5) fail("calls of four copies and a wait", fake_calls() - before);
+  }
+  quiet();
+  unsigned long long relayed = fake_relayed();
+  OK(cuMemcpyHtoD_v2(gpu, host, N));
+  CHECK(fake_relayed() > relayed);
+  quiet();
 }
 
 /* Copies at random from several threads, each in a stream of its own and in memory of its own. */
@@ -513,6 +608,10 @@ int main(int argc, char **argv) {
   else if (!strcmp(name, "leaves")) leaves();
   else if (!strcmp(name, "resets")) resets();
   else if (!strcmp(name, "loss-beside")) loss_beside();
+  else if (!strcmp(name, "loss-shared")) loss_shared();
+  else if (!strcmp(name, "loss-doubted")) loss_doubted();
+  else if (!strcmp(name, "stays")) stays();
+  else if (!strcmp(name, "sleeps")) sleeps();
   else if (!strcmp(name, "alone")) alone();
   else if (!strcmp(name, "both")) both();
   else if (!strcmp(name, "adapts")) adapts();
