@@ -12,10 +12,6 @@ import (
 // flow is copies over one link, one after the other.
 type flow struct {
 	stream device.Stream
-	// second takes turns with stream, if it is set: each copy waits for the one before. The copy engine then
-	// serves other streams between two copies, as it does where a program waits for each of its
-	// copies. With all of them in one stream it would serve that one until the last.
-	second device.Stream
 	// dst and src are rings of blocks of bytes: copy n uses block n of each.
 	dst, src device.Region
 	bytes    int64
@@ -77,20 +73,11 @@ func (r *rig) start(flows []flow, turns int) (*running, error) {
 				}
 			}
 			for k := n; k < min(n+max(turns, 1), f.copies); k++ {
-				stream := f.stream
-				if f.second != nil && k%2 == 1 {
-					stream = f.second
-				}
-				if f.second != nil {
-					if err := stream.Wait(x.marks[i][k]); err != nil {
-						return nil, err
-					}
-				}
-				if err := stream.Copy(f.block(f.dst, k), f.block(f.src, k)); err != nil {
+				if err := f.stream.Copy(f.block(f.dst, k), f.block(f.src, k)); err != nil {
 					return nil, err
 				}
 				before = x.marks[i][k+1]
-				if err := stream.Record(before); err != nil {
+				if err := f.stream.Record(before); err != nil {
 					return nil, err
 				}
 			}
@@ -112,7 +99,7 @@ func (x *running) end(ctx context.Context) ([]progress, error) {
 	all := make([]progress, len(x.flows))
 	for i := range x.flows {
 		all[i].bytes = x.flows[i].bytes
-		if err := x.marks[i][x.flows[i].copies].Synchronize(ctx); err != nil {
+		if err := x.flows[i].stream.Synchronize(ctx); err != nil {
 			return nil, err
 		}
 		for _, e := range x.marks[i] {

@@ -103,9 +103,6 @@ func (r *rig) others(d Direction, s scene) ([]flow, error) {
 		if f.stream, err = r.stream(gpu, "others, "+string(d)); err != nil {
 			return nil, err
 		}
-		if f.second, err = r.stream(gpu, "others, second, "+string(d)); err != nil {
-			return nil, err
-		}
 		f.copies = int(2*r.o.Bytes/f.bytes) + 2*turnCopies
 		flows = append(flows, f)
 	}
