@@ -6,8 +6,10 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
@@ -15,6 +17,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/eval/multipath"
 )
 
@@ -34,7 +37,12 @@ type multipathOptions struct {
 	depths         []int
 	rounds         int
 	plots          string
+	// compete: the command is a competitor of another one, see multipath.Compete.
+	compete bool
 }
+
+// competitorBytes is the size of a competitor's copies: much less than what is measured.
+const competitorBytes = 16 << 20
 
 func newBenchMultipath(s *streams) *cobra.Command {
 	var o multipathOptions
@@ -62,6 +70,9 @@ A line "target" at the end says of each figure that is to be reached whether it 
 			if err != nil {
 				return err
 			}
+			if o.compete {
+				return compete(cmd.Context(), s, set)
+			}
 			return benchMultipath(cmd.Context(), s, set, &o)
 		},
 	}
@@ -76,6 +87,8 @@ A line "target" at the end says of each figure that is to be reached whether it 
 	f.IntSliceVar(&o.depths, "depths", []int{1, 2, 3, 4}, "comma-separated `NUMBERS` of chunks in flight that are compared")
 	f.IntVar(&o.rounds, "rounds", 5, "`NUMBER` of measurements whose median counts")
 	f.Var((*pathValue)(&o.plots), "plots", "draw each figure to an SVG in a directory")
+	f.BoolVar(&o.compete, "compete", false, "copy over the GPU's link as standard input says, beside another bench multipath")
+	f.Lookup("compete").Hidden = true
 	return cmd
 }
 
@@ -200,7 +213,45 @@ func (c *copied) multipath(ctx context.Context, s *streams, set *settings, m mul
 	p := s.progress(&set.Output, false)
 	defer p.end()
 	m.Progress = partProgress(p)
+	if c.Real() {
+		m.Others = func(ctx context.Context, gpu device.Space) (multipath.Competitor, error) {
+			i, _ := gpu.GPU()
+			return startCompetitor(ctx, s, "--device", "cuda", "--gpu", strconv.Itoa(i), "--host-memory-gib", fmt.Sprint(set.Device.HostMemoryGiB))
+		}
+	}
 	return multipath.Measure(ctx, m, r)
+}
+
+// startCompetitor starts this program as a competitor, on the devices that flags name.
+func startCompetitor(ctx context.Context, s *streams, flags ...string) (*multipath.Remote, error) {
+	program, err := os.Executable()
+	if err != nil {
+		return nil, err
+	}
+	cmd := exec.CommandContext(ctx, program, append([]string{"bench", "multipath", "--compete", "--peers", "none"}, flags...)...)
+	cmd.Stderr = s.err
+	in, err := cmd.StdinPipe()
+	if err != nil {
+		return nil, err
+	}
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		return nil, err
+	}
+	if err := cmd.Start(); err != nil {
+		return nil, err
+	}
+	return &multipath.Remote{Commands: in, Answers: out, Wait: cmd.Wait}, nil
+}
+
+// compete copies as standard input says.
+func compete(ctx context.Context, s *streams, set *settings) (err error) {
+	d, err := openCopied(s, set, nil)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, d.Close()) }()
+	return multipath.Compete(ctx, multipath.Options{Machine: d.Machine, GPU: d.Space, LinkBytes: competitorBytes}, s.in, s.out)
 }
 
 // emulatedSizes fills in the sizes of emulated devices that the flags leave open: small ones where the

@@ -2,7 +2,9 @@ package multipath_test
 
 import (
 	"bytes"
+	"context"
 	"encoding/json"
+	"io"
 	"math"
 	"slices"
 	"strings"
@@ -315,5 +317,113 @@ func TestOptions(t *testing.T) {
 	}
 	if err := multipath.Measure(t.Context(), good, &multipath.Result{}); err != nil {
 		t.Error(err)
+	}
+}
+
+// competitor is one on a machine of its own, and the end of its Compete.
+func competitor(t *testing.T) (*multipath.Remote, <-chan error) {
+	t.Helper()
+	m := machine(t, 1, emulated.Options{})
+	commands, tell := io.Pipe()
+	hear, answers := io.Pipe()
+	ended := make(chan error, 2)
+	go func() {
+		err := multipath.Compete(t.Context(), multipath.Options{Machine: m, GPU: device.HBM(0), LinkBytes: 1 << 20}, commands, answers)
+		ended <- err
+		ended <- err
+		commands.Close() //nolint:errcheck // of a pipe in memory
+		answers.Close()  //nolint:errcheck // likewise
+	}()
+	return &multipath.Remote{Commands: tell, Answers: hear, Wait: func() error { return <-ended }}, ended
+}
+
+// A competitor copies from Start to Stop and at no other time, and ends with an error when it is told what it
+// does not know.
+func TestCompetitor(t *testing.T) {
+	r, _ := competitor(t)
+	count := func() int64 {
+		n, err := r.Bytes(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}
+	if n := count(); n != 0 {
+		t.Errorf("%d bytes before the start", n)
+	}
+	for _, d := range []multipath.Direction{multipath.ToGPU, multipath.FromGPU} {
+		before := count()
+		if err := r.Start(t.Context(), d); err != nil {
+			t.Fatal(err)
+		}
+		for count() < before+10<<20 {
+			continue
+		}
+		if err := r.Stop(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if a, b := count(), count(); a != b || a%(1<<20) != 0 {
+			t.Errorf("%s: %d bytes, then %d, after the stop", d, a, b)
+		}
+	}
+	if err := r.Start(t.Context(), "sideways"); err == nil {
+		t.Error("it goes sideways")
+	}
+	if err := r.Close(); err == nil || !strings.Contains(err.Error(), `"sideways": must be h2d, d2h, stop or bytes`) {
+		t.Errorf("it ended with %v", err)
+	}
+}
+
+// counted counts the calls of a competitor.
+type counted struct {
+	*multipath.Remote
+	starts, stops int
+}
+
+func (c *counted) Start(ctx context.Context, d multipath.Direction) error {
+	c.starts++
+	return c.Remote.Start(ctx, d)
+}
+
+func (c *counted) Stop(ctx context.Context) error {
+	c.stops++
+	return c.Remote.Stop(ctx)
+}
+
+// Copies of other processes are measured beside those of the engine; there is one process for each GPU.
+func TestTrafficOfProcesses(t *testing.T) {
+	started := map[device.Space]*counted{}
+	var ends []<-chan error
+	m := machine(t, 2, emulated.Options{})
+	x := measure(t, m, multipath.Options{
+		Parts: []multipath.Part{multipath.TrafficPart}, Bytes: 32 << 20, LinkBytes: 4 << 20, Rounds: 1,
+		Others: func(_ context.Context, gpu device.Space) (multipath.Competitor, error) {
+			if started[gpu] != nil {
+				t.Errorf("another competitor on %s", gpu)
+			}
+			r, ended := competitor(t)
+			ends = append(ends, ended)
+			started[gpu] = &counted{Remote: r}
+			return started[gpu], nil
+		},
+	}).Traffic
+	for _, e := range ends {
+		if err := <-e; err != nil {
+			t.Error(err)
+		}
+	}
+	// Beside each: a native copy, two static splits, the engine in both modes; two directions.
+	for _, gpu := range []device.Space{device.HBM(0), device.HBM(1)} {
+		if c := started[gpu]; c == nil || c.starts < 2*5 || c.starts != c.stops {
+			t.Errorf("the competitor on %s: %+v", gpu, c)
+		}
+	}
+	for _, p := range x.Points {
+		if p.Native <= 0 || p.Even <= 0 || p.Engine <= 0 || p.EngineWaits <= 0 {
+			t.Errorf("%s beside %s: %+v", p.Direction, p.Beside, p)
+		}
+	}
+	if !x.Processes {
+		t.Error("the result does not say that the others are processes")
 	}
 }

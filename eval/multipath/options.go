@@ -1,6 +1,7 @@
 package multipath
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"slices"
@@ -112,6 +113,9 @@ type Options struct {
 	Depths []int
 	// LinkBytes is the size of one copy of a single link. Default: 64 MiB.
 	LinkBytes int64
+	// Others starts a competitor of TrafficPart on a GPU. Default: none, and the traffic is streams of this
+	// process, which share a link on emulated devices as processes do.
+	Others func(ctx context.Context, gpu device.Space) (Competitor, error)
 	// CPUTime is the processor time of this process. CPUPart needs it.
 	CPUTime func() time.Duration
 	// CPUSpan is how long CPUPart copies, at least, for each number. Default: 500 ms.

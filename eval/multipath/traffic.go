@@ -18,8 +18,11 @@ const trafficGain = 1.3
 
 // Traffic is one copy beside plain copies of others over some of the links.
 type Traffic struct {
-	Bytes  int64          `json:"bytes"`
-	Points []TrafficPoint `json:"points"`
+	Bytes int64 `json:"bytes"`
+	// Processes: the others are processes of their own, except those that change links; otherwise streams of
+	// this one.
+	Processes bool           `json:"other_processes"`
+	Points    []TrafficPoint `json:"points"`
 }
 
 // TrafficPoint is a copy over a number of links beside some traffic, rates in bytes/s.
@@ -145,8 +148,80 @@ func (r *rig) beside(ctx context.Context, flows []flow, turns bool, run func() (
 	return []float64{float64(r.o.Bytes) / took.Seconds(), rate, covered}, nil
 }
 
+// besideOthers measures a copy beside competitors, as beside does.
+func (r *rig) besideOthers(ctx context.Context, d Direction, others []Competitor, run func() (time.Duration, error)) (values []float64, err error) {
+	copied := func() (sum int64, err error) {
+		for _, x := range others {
+			n, err := x.Bytes(ctx)
+			if err != nil {
+				return 0, err
+			}
+			sum += n
+		}
+		return sum, nil
+	}
+	for _, x := range others {
+		idle, err := x.Bytes(ctx)
+		if err != nil {
+			return nil, err
+		}
+		if err := x.Start(ctx, d); err != nil {
+			return nil, err
+		}
+		defer func() {
+			if failed := x.Stop(ctx); err == nil {
+				err = failed
+			}
+		}()
+		for now := idle; now == idle; { // until it copies
+			if now, err = x.Bytes(ctx); err != nil {
+				return nil, err
+			}
+			if err := ctx.Err(); err != nil {
+				return nil, err
+			}
+		}
+	}
+	before, err := copied()
+	if err != nil {
+		return nil, err
+	}
+	from := time.Now() // theirs is the same clock, whatever the machine's
+	took, err := run()
+	if err != nil {
+		return nil, err
+	}
+	after, err := copied()
+	if err != nil {
+		return nil, err
+	}
+	return []float64{float64(r.o.Bytes) / took.Seconds(), float64(after-before) / time.Since(from).Seconds(), 1}, nil
+}
+
+// competitors are those of the GPUs that a scene has others on; none where the scene's traffic is flows of
+// this process.
+func (r *rig) competitors(ctx context.Context, s scene, known map[device.Space]Competitor) ([]Competitor, error) {
+	if r.o.Others == nil || s.turns {
+		return nil, nil
+	}
+	var others []Competitor
+	for _, gpu := range s.busy {
+		if known[gpu] == nil {
+			x, err := r.o.Others(ctx, gpu)
+			if err != nil {
+				return nil, err
+			}
+			known[gpu] = x
+			r.closers = append(r.closers, x.Close)
+		}
+		others = append(others, known[gpu])
+	}
+	return others, nil
+}
+
 func (r *rig) traffic(ctx context.Context) (*Traffic, error) {
-	t := &Traffic{Bytes: r.o.Bytes}
+	t := &Traffic{Bytes: r.o.Bytes, Processes: r.o.Others != nil}
+	known := map[device.Space]Competitor{}
 	var cells []*cell
 	// set puts the medians of a cell into a point.
 	type set func(p *TrafficPoint, values []float64)
@@ -156,6 +231,16 @@ func (r *rig) traffic(ctx context.Context) (*Traffic, error) {
 			flows, err := r.others(d, s)
 			if err != nil {
 				return nil, err
+			}
+			others, err := r.competitors(ctx, s, known)
+			if err != nil {
+				return nil, err
+			}
+			beside := func(ctx context.Context, run func() (time.Duration, error)) ([]float64, error) {
+				if len(others) > 0 {
+					return r.besideOthers(ctx, d, others, run)
+				}
+				return r.beside(ctx, flows, s.turns, run)
 			}
 			at := len(t.Points)
 			t.Points = append(t.Points, TrafficPoint{Direction: d, Links: len(s.relays) + 1, Beside: s.name, Covered: 1})
@@ -169,7 +254,7 @@ func (r *rig) traffic(ctx context.Context) (*Traffic, error) {
 				})
 			}
 			add(func(ctx context.Context) ([]float64, error) {
-				return r.beside(ctx, flows, s.turns, func() (time.Duration, error) {
+				return beside(ctx, func() (time.Duration, error) {
 					dst, src := r.ends(d, r.o.Bytes)
 					took, err := r.native(ctx, d, dst, src)
 					return took.host, err
@@ -184,7 +269,7 @@ func (r *rig) traffic(ctx context.Context) (*Traffic, error) {
 					return nil, err
 				}
 				add(func(ctx context.Context) ([]float64, error) {
-					return r.beside(ctx, flows, s.turns, func() (time.Duration, error) { return r.split(ctx, d, r.o.Bytes, x) })
+					return beside(ctx, func() (time.Duration, error) { return r.split(ctx, d, r.o.Bytes, x) })
 				}, func(p *TrafficPoint, m []float64) { *[]*float64{&p.Even, &p.Uneven}[i] = m[0] })
 			}
 			engined := func(waits bool) func(ctx context.Context) ([]float64, error) {
@@ -194,7 +279,7 @@ func (r *rig) traffic(ctx context.Context) (*Traffic, error) {
 						if _, err := e.copy(ctx, dst, src); err != nil { // the first one is slower
 							return err
 						}
-						values, err = r.beside(ctx, flows, s.turns, func() (time.Duration, error) {
+						values, err = beside(ctx, func() (time.Duration, error) {
 							took, err := e.copy(ctx, dst, src)
 							return took.host, err
 						})
@@ -240,6 +325,9 @@ func (t *Traffic) table(b *strings.Builder) {
 		}
 		w.Flush() //nolint:errcheck // writing to memory does not fail
 		b.WriteString("\n")
+	}
+	if t.Processes {
+		fmt.Fprintf(b, "copies over one link are those of another process; %s those of other streams of this one\n\n", changingTraffic)
 	}
 }
 

@@ -77,6 +77,9 @@
 #   links         two to eight GPUs, half a minute on two: the rates of all links, alone and at once; which share a root; a static split
 #                 over 1, 2, … paths, and copies over one relay by chunk size and buffers (bench multipath): LINKS are its arguments, RELAYS the
 #                 other GPUs (default: all)
+#   host-paths    two GPUs: decode throughput with experts in host memory, over one PCIe link and over those of both GPUs, and on the
+#                 second GPU (bench sweep): Qwen1.5-MoE over all fractions, and Mixtral with half of its experts offloaded, 324
+#                 sequences each; PATHS_MODELS some of these, HARDWARE a calibrated file (calibrate); about 4 minutes
 #   sleep         two GPUs: equal tokens after each level of sleep; sleep and wake of a model by level, with the share of copies,
 #                 and switches between two models (bench sleep): SLEEP and NAME as above (default: Qwen1.5-MoE and Mixtral with all layers, with all experts resident
 #                 and with half of them offloaded, and switches between Qwen1.5-MoE and Qwen3-30B-A3B); about 8 minutes, and host
@@ -221,7 +224,7 @@ run() {
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
   for part in "$@"; do
-    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral cpu-experts tiers access multipath-tests sweep predicted guard soak reclaim preload bench small sanitize beside gaps layout kvcopy prompts latency kv kvtiers lending prefix hits fairness links sleep multipath calibrate figures harvest load " == *" $part "* ]] || usage
+    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral cpu-experts tiers access multipath-tests sweep predicted guard soak reclaim preload bench small sanitize beside gaps layout kvcopy prompts latency kv kvtiers lending prefix hits fairness links host-paths sleep multipath calibrate figures harvest load " == *" $part "* ]] || usage
   done
   [ -e "$folder/bundle.tar.xz" ] || { echo "there is no $folder/bundle.tar.xz: tools/cuda/gpu.sh build makes it" >&2; exit 2; }
   xz -dc "$folder/bundle.tar.xz" | tar -xf - -C "$work" || exit 1
@@ -420,6 +423,17 @@ run() {
         measure "${NAME:-fairness}" fairness ${FAIRNESS:-mixtral-8x7b --load-format dummy --num-hidden-layers 8 --kv-tiers none,host,peer --fair-granularity 16,64
           --long-requests 48 --input-len 4096 --long-output-len 256 --short-requests 48 --short-output-len 16 --interval 100ms} ;;
       links) paths "${NAME:-links}" --parts links,roots,static,relay ${LINKS:-} ;;
+      host-paths)
+        mkdir -p "$work/sweeps"
+        for model in ${PATHS_MODELS:-qwen1.5-moe-a2.7b mixtral-8x7b}; do
+          cells=(--fractions 0,0.25,0.5,0.75,1 --output-len 12 --trials 3)
+          [ "$model" != mixtral-8x7b ] || cells=(--fractions 0.5 --output-len 6 --trials 1)
+          limit 300 . cli "host-paths-$model" "$work/moeserve" bench sweep "$model" --device cuda --peers 1 --host-paths 2 --host-memory-gib "$host" \
+            --hardware "$(hardware)" --load-format dummy --num-prompts 324 --input-len 77 --warmup-tokens 2 --prefill-trials 1 --max-num-batched-tokens 8192 \
+            "${cells[@]}" --json "$work/sweeps/$model.json" --csv "$work/sweeps/$model.csv" --plot "$work/sweeps/$model.svg"
+          tee -a "$logs/table.log" <"$work/said"
+        done
+        tar -cf "$logs/sweeps.tar" -C "$work/sweeps" . ;;
       sleep)
         if [ -n "${SLEEP:-}" ]; then
           measure "${NAME:-sleep}" sleep $SLEEP
