@@ -57,7 +57,7 @@ func Any(o Options) grammar.Expr { return newCompiler(true, o).any() }
 
 // AnyObject is any object.
 func AnyObject(o Options) grammar.Expr {
-	e, err := newCompiler(true, o).object(&shape{types: isObject})
+	e, err := newCompiler(true, o).object(&shape{types: isObject, maxProperties: -1})
 	if err != nil {
 		panic("schema: any object: " + err.Error())
 	}
@@ -75,7 +75,8 @@ type Member struct {
 	Values     []string
 }
 
-// Members are the properties of a schema of objects; false: there may be others, or the schema has alternatives.
+// Members are the properties of a schema of objects; false: there may be others, their number is limited, or the schema
+// has alternatives.
 func Members(data []byte, o Options) ([]Member, bool) {
 	root, err := parse(data)
 	if err != nil {
@@ -91,7 +92,7 @@ func Members(data []byte, o Options) ([]Member, bool) {
 	if !s.stated {
 		of &= s.implied
 	}
-	if of != isObject || s.hasEnum || !s.declares || s.hasAdditional && !slices.ContainsFunc(s.additional, func(l located) bool { return l.value == false }) {
+	if of != isObject || s.hasEnum || !s.declares || s.minProperties > len(s.required) || s.maxProperties >= 0 && s.maxProperties < len(s.properties) || s.hasAdditional && !slices.ContainsFunc(s.additional, func(l located) bool { return l.value == false }) {
 		return nil, false
 	}
 	members := make([]Member, len(s.properties))
@@ -149,7 +150,7 @@ func newCompiler(root any, o Options) *compiler {
 func (c *compiler) any() grammar.Expr {
 	if c.everything == nil {
 		c.everything = &grammar.Rule{Name: "value"}
-		s := &shape{types: anyType, maxLength: -1, maxItems: -1}
+		s := &shape{types: anyType, maxLength: -1, maxItems: -1, maxProperties: -1}
 		e, err := c.alternative(s)
 		if err != nil {
 			panic("schema: " + err.Error())
@@ -203,7 +204,7 @@ func (c *compiler) resolve(l located, ref any) (located, error) {
 
 // together is the alternatives of schemas that hold together.
 func (c *compiler) together(of all) ([]*shape, error) {
-	list := []*shape{{types: anyType, maxLength: -1, maxItems: -1}}
+	list := []*shape{{types: anyType, maxLength: -1, maxItems: -1, maxProperties: -1}}
 	for i, l := range of {
 		others, err := c.shapes(l)
 		if err != nil {
@@ -308,10 +309,16 @@ func (c *compiler) alternative(s *shape) (grammar.Expr, error) {
 	if of&isBoolean != 0 {
 		parts = append(parts, grammar.Literals("true", "false"))
 	}
-	switch of & isNumber {
-	case isInteger:
+	switch n := of & isNumber; {
+	case n != 0 && s.multiple != nil:
+		e, err := s.multiples(n == isInteger)
+		if err != nil {
+			return nil, err
+		}
+		parts = append(parts, e)
+	case n == isInteger:
 		parts = append(parts, integers(s.least, s.most))
-	case isNumber:
+	case n == isNumber:
 		parts = append(parts, numbers(s.least, s.most))
 	}
 	for _, t := range []struct {
@@ -445,6 +452,13 @@ func (c *compiler) object(s *shape) (grammar.Expr, error) {
 			properties = append(properties, property{name, s.additional})
 		}
 	}
+	others := !closed && !slices.ContainsFunc(s.additional, func(l located) bool { return l.value == false })
+	if s.maxProperties >= 0 && s.maxProperties < max(len(s.required), s.minProperties) {
+		return grammar.Any(), nil
+	}
+	if s.minProperties > len(s.required) || s.maxProperties >= 0 && (others || len(properties) > s.maxProperties) {
+		return c.counted(s, len(properties) == 0 && others)
+	}
 	member := func(key grammar.Expr, of all) (grammar.Expr, error) {
 		e, err := c.value(of)
 		return grammar.Seq(key, c.space, grammar.Literal(":"), c.space, e), err
@@ -471,4 +485,30 @@ func (c *compiler) object(s *shape) (grammar.Expr, error) {
 		items = append(items, grammar.Item{Of: e, Optional: true, Repeated: true})
 	}
 	return grammar.Seq(grammar.Literal("{"), c.space, grammar.Separated(c.comma, items...), c.space, grammar.Literal("}")), nil
+}
+
+// counted is objects of which the number of members is limited; free: they may have any names.
+func (c *compiler) counted(s *shape, free bool) (grammar.Expr, error) {
+	switch l := (located{path: s.path}); {
+	case s.minProperties > 1 || s.minProperties > 0 && !free:
+		// Names that repeat count once, and nothing here keeps them from it.
+		return nil, l.fail("minProperties", "it is not supported above 1, or beside properties: list names in required")
+	case !free:
+		return nil, l.fail("maxProperties", "it is not supported beside properties")
+	}
+	open, end := grammar.Seq(grammar.Literal("{"), c.space), grammar.Seq(c.space, grammar.Literal("}"))
+	empty := grammar.Seq(open, grammar.Literal("}"))
+	if s.maxProperties == 0 {
+		return empty, nil
+	}
+	of, err := c.value(s.additional)
+	if err != nil {
+		return nil, err
+	}
+	member := grammar.Seq(quoted(grammar.Repeat(anyChar, 0, -1)), c.space, grammar.Literal(":"), c.space, of)
+	some := grammar.Seq(open, member, grammar.Repeat(grammar.Seq(c.comma, member), 0, max(s.maxProperties-1, -1)), end)
+	if s.minProperties > 0 {
+		return some, nil
+	}
+	return grammar.Any(empty, some), nil
 }

@@ -30,6 +30,12 @@ func TestCompile(t *testing.T) {
 		{`{"type": "number", "minimum": 0.5, "maximum": 2.25}`, []string{"0.5", "0.51", "1", "1.999", "2", "2.2", "2.25", "2.250"}, []string{"0.49", "0", "2.26", "2.251", "-1", "3"}},
 		{`{"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}`, []string{"0.1", "0.001", "0.999"}, []string{"0", "0.0", "1", "1.0", "-0.5"}},
 		{`{"type": "number", "maximum": -1.5}`, []string{"-1.5", "-2", "-1.51", "-100.25"}, []string{"-1.4", "0", "1"}},
+		{`{"type": "integer", "multipleOf": 7, "minimum": -20, "maximum": 700}`, []string{"0", "7", "-14", "693", "700"}, []string{"1", "-21", "707", "70.0", "-0", "00"}},
+		{`{"type": "integer", "multipleOf": 2.5}`, []string{"0", "5", "-10", "999999999999999995"}, []string{"2.5", "2", "-4"}},
+		{`{"type": "number", "multipleOf": 0.05, "minimum": 0.1, "exclusiveMaximum": 12}`, []string{"0.1", "0.10", "0.15", "3", "3.0", "10.05", "11.95"}, []string{"0.05", "0", "0.12", "12", "12.00", "3.001", "1e0", ".5", "00.5"}},
+		{`{"type": "number", "multipleOf": 0.01, "maximum": -0.5}`, []string{"-0.5", "-0.51", "-12"}, []string{"-0.49", "0", "0.5", "-0.505"}},
+		{`{"allOf": [{"multipleOf": 0.4}, {"multipleOf": 6, "type": ["number", "string"]}]}`, []string{"0", "6", "-12", `"x"`}, []string{"0.4", "1.2", "4", "null"}},
+		{`{"enum": [3, 4, 4.5, "x", 9], "multipleOf": 1.5, "type": "number"}`, []string{"3", "4.5", "9"}, []string{"4", `"x"`}},
 		{`{"type": "string", "minLength": 2, "maxLength": 3}`, []string{`"é\n"`, `"abc"`, `"\u00e9ab"`, `"😀😀"`}, []string{`"a"`, `"abcd"`}},
 		{`{"type": "string", "pattern": "^[A-Z]{2}-\\d+$"}`, []string{`"AB-1"`}, []string{`"AB-"`, `"xAB-1"`}},
 		{`{"type": "string", "pattern": "a\"b"}`, []string{`"a\"b"`, `"xa\"by"`}, []string{`"ab"`}},
@@ -51,6 +57,10 @@ func TestCompile(t *testing.T) {
 			[]string{`{"kind":"a","x":1}`, `{"kind":"b"}`},
 			[]string{`{"kind":"b","x":1}`, `{"kind":"c"}`},
 		},
+		{`{"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1, "maxProperties": 2}`, []string{`{"a":1}`, `{"a":1, "b":2}`}, []string{`{}`, `{"a":1,"b":2,"c":3}`, `{"a":"x"}`}},
+		{`{"type": "object", "maxProperties": 0}`, []string{`{}`, `{ }`}, []string{`{"a":1}`}},
+		{`{"properties": {"a": {}, "b": {}}, "required": ["a"], "minProperties": 1, "maxProperties": 2}`, []string{`{"a":1}`, `{"a":1,"b":2}`}, []string{`{}`, `{"b":1}`}},
+		{`{"anyOf": [{"type": "null"}, {"required": ["a", "b"], "maxProperties": 1}]}`, []string{`null`}, []string{`{"a":1,"b":1}`}},
 		{`{"type": "object"}`, []string{`{}`, `{"a":{"b":[1,{"c":null}]}}`}, []string{`[]`}},
 		{`true`, []string{`1`, `"x"`, `{"a":[]}`, `-1.5e+3`}, []string{``, `nul`}},
 		{`{"required": ["a"], "type": "object"}`, []string{`{"a":1}`, `{"a":1,"b":2}`}, []string{`{}`, `{"b":1}`}},
@@ -81,16 +91,20 @@ func TestCompile(t *testing.T) {
 
 func TestRefused(t *testing.T) {
 	for text, want := range map[string]string{
-		`{"properties": {"a/b": {"not": {}}}}`:   "not at #/properties/a~1b: it is not supported",
-		`{"if": {}, "then": {}}`:                 "if at #:",
-		`{"items": {"multipleOf": 3}}`:           "multipleOf at #/items:",
-		`{"patternProperties": {}}`:              "patternProperties at #",
-		`{"type": "object", "maxProperties": 2}`: "maxProperties",
-		`{"uniqueItems": true}`:                  "uniqueItems",
-		`{"type": "str"}`:                        `type at #: "str" is no type`,
-		`{"$ref": "#/$defs/x"}`:                  `there is no "#/$defs/x"`,
-		`{"$ref": "https://example.com/a"}`:      "only references within the schema",
-		`{"$ref": "#"}`:                          "$ref at #: it refers to itself",
+		`{"properties": {"a/b": {"not": {}}}}`:                   "not at #/properties/a~1b: it is not supported",
+		`{"if": {}, "then": {}}`:                                 "if at #:",
+		`{"items": {"multipleOf": 997}}`:                         "multipleOf at #/items: it is not supported with so many digits",
+		`{"multipleOf": 1e-13}`:                                  "multipleOf at #: it is not supported",
+		`{"multipleOf": 0}`:                                      "multipleOf at #: it must be above 0",
+		`{"multipleOf": "2"}`:                                    "multipleOf at #: it must be a number",
+		`{"patternProperties": {}}`:                              "patternProperties at #",
+		`{"properties": {"a": {}, "b": {}}, "maxProperties": 1}`: "maxProperties at #: it is not supported beside properties",
+		`{"type": "object", "minProperties": 2}`:                 "minProperties at #: it is not supported above 1",
+		`{"uniqueItems": true}`:                                  "uniqueItems",
+		`{"type": "str"}`:                                        `type at #: "str" is no type`,
+		`{"$ref": "#/$defs/x"}`:                                  `there is no "#/$defs/x"`,
+		`{"$ref": "https://example.com/a"}`:                      "only references within the schema",
+		`{"$ref": "#"}`:                                          "$ref at #: it refers to itself",
 		`{"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}`: "refers to itself",
 		`{"allOf": [{"$ref": "#"}]}`:                         "refers to itself",
 		`{"oneOf": [{"type": "string"}, {"maxLength": 3}]}`:  "oneOf at #: the schemas 0 and 1 may both fit",
@@ -129,6 +143,21 @@ func TestRefused(t *testing.T) {
 	}
 	if err == nil || !strings.Contains(err.Error(), "too many states") {
 		t.Errorf("%v, want too many states", err)
+	}
+}
+
+// TestMembers: properties are listed where nothing else restricts which of them there are.
+func TestMembers(t *testing.T) {
+	for text, ok := range map[string]bool{
+		`{"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a"], "minProperties": 1, "maxProperties": 2}`: true,
+		`{"type": "object", "properties": {"a": {}, "b": {}}, "maxProperties": 1}`:                                        false,
+		`{"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1}`:                                        false,
+		`{"type": "object", "properties": {"a": {}}, "additionalProperties": true}`:                                       false,
+		`{"type": "object"}`: false,
+	} {
+		if _, got := schema.Members([]byte(text), schema.Options{}); got != ok {
+			t.Errorf("%s: %v, want %v", text, got, ok)
+		}
 	}
 }
 
@@ -178,10 +207,12 @@ func random(r *rand.Rand, depth int) map[string]any {
 		s["type"] = "integer"
 		maybe(func() { s["minimum"] = r.IntN(2000) - 1000 })
 		maybe(func() { s["maximum"] = 1000 + r.IntN(100000) })
+		maybe(func() { s["multipleOf"] = pick(1, 2, 7, 12, 25, 1000, 2.5) })
 	case 1:
 		s["type"] = "number"
 		maybe(func() { s[pick("minimum", "exclusiveMinimum").(string)] = float64(r.IntN(20000)-10000) / 64 })
 		maybe(func() { s[pick("maximum", "exclusiveMaximum").(string)] = 157 + float64(r.IntN(10000))/64 })
+		maybe(func() { s["multipleOf"] = pick(0.01, 0.05, 1.5, 3, json.Number("1e-8"), 0.125) })
 	case 2:
 		s["type"] = "string"
 		maybe(func() { s["minLength"] = r.IntN(5) })
@@ -206,6 +237,7 @@ func random(r *rand.Rand, depth int) map[string]any {
 		}
 		s["properties"], s["required"] = properties, required
 		maybe(func() { s["additionalProperties"] = pick(false, true, random(r, depth-1)) })
+		maybe(func() { s[pick("minProperties", "maxProperties").(string)] = r.IntN(5) })
 	case 10:
 		s["type"], s["items"] = "array", random(r, depth-1)
 		maybe(func() { s["minItems"] = r.IntN(3) })
@@ -338,6 +370,7 @@ func check(r *rand.Rand, data []byte, o schema.Options, texts int) (int, error) 
 func FuzzCompile(f *testing.F) {
 	f.Add([]byte(`{"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": {"type": "number", "minimum": 1.5}}`), uint64(1))
 	f.Add([]byte(`{"anyOf": [{"type": "string", "pattern": "a+"}, {"type": "array", "prefixItems": [{}], "items": {"const": 1}}]}`), uint64(2))
+	f.Add([]byte(`{"type": "number", "multipleOf": 0.15, "minimum": -2.2, "exclusiveMaximum": 1e3}`), uint64(4))
 	f.Add([]byte(`{"allOf": [{"enum": [1, 2.0]}, {"type": "integer"}], "oneOf": [{"maximum": 1}, {"minimum": 2}]}`), uint64(3))
 	f.Fuzz(func(t *testing.T, data []byte, seed uint64) {
 		if _, err := check(rand.New(rand.NewPCG(seed, 1)), data, schema.Options{Open: seed%2 == 0}, 3); err != nil {

@@ -2,6 +2,7 @@ package schema
 
 import (
 	"encoding/json"
+	"math/big"
 	"slices"
 	"strconv"
 	"strings"
@@ -41,6 +42,7 @@ type shape struct {
 	enum    []any
 
 	least, most       *bound
+	multiple          *big.Rat // of which numbers are multiples; nil: any
 	minLength         int
 	maxLength         int // -1: any
 	patterns, formats []string
@@ -55,6 +57,8 @@ type shape struct {
 	required      []string
 	hasAdditional bool
 	additional    all
+	minProperties int
+	maxProperties int // -1: any
 }
 
 type property struct {
@@ -75,7 +79,7 @@ var ignored = []string{
 // unsupported are keywords that restrict values in ways that no grammar here has, and why.
 var unsupported = map[string]string{
 	"not": "", "if": "", "contains": "", "unevaluatedItems": "", "unevaluatedProperties": "", "dependentSchemas": "", "dependentRequired": "",
-	"dependencies": "", "propertyNames": "", "patternProperties": "", "multipleOf": "", "$dynamicRef": "", "$recursiveRef": "",
+	"dependencies": "", "propertyNames": "", "patternProperties": "", "$dynamicRef": "", "$recursiveRef": "",
 	"additionalItems": "use prefixItems and items",
 }
 
@@ -93,7 +97,7 @@ func (c *compiler) shapes(l located) ([]*shape, error) {
 		if !on {
 			return nil, nil
 		}
-		return []*shape{{path: l.path, types: anyType, maxLength: -1, maxItems: -1}}, nil
+		return []*shape{{path: l.path, types: anyType, maxLength: -1, maxItems: -1, maxProperties: -1}}, nil
 	}
 	if c.reads++; c.reads > maxReads {
 		return nil, l.fail("", "its references and alternatives are too many")
@@ -182,14 +186,10 @@ func (c *compiler) shapes(l located) ([]*shape, error) {
 
 // plain reads the keywords of one schema.
 func (c *compiler) plain(l located, o *object) (*shape, error) {
-	s := &shape{path: l.path, types: anyType, maxLength: -1, maxItems: -1}
+	s := &shape{path: l.path, types: anyType, maxLength: -1, maxItems: -1, maxProperties: -1}
 	for _, keyword := range o.names {
 		v := o.values[keyword]
 		if why, ok := unsupported[keyword]; ok {
-			if keyword == "multipleOf" && text(v) == "1" {
-				s.types &^= isFraction
-				continue
-			}
 			if why == "" {
 				why = "it is not supported"
 			} else {
@@ -215,13 +215,9 @@ func (c *compiler) plain(l located, o *object) (*shape, error) {
 		case "minItems", "maxItems":
 			s.implied |= isArray
 			err = count(l, keyword, v, map[string]*int{"minItems": &s.minItems, "maxItems": &s.maxItems}[keyword])
-		case "minProperties":
-			n := 0
-			if err = count(l, keyword, v, &n); err == nil && n > 0 {
-				err = l.fail(keyword, "it is not supported: list names in required")
-			}
-		case "maxProperties":
-			err = l.fail(keyword, "it is not supported")
+		case "minProperties", "maxProperties":
+			s.implied |= isObject
+			err = count(l, keyword, v, map[string]*int{"minProperties": &s.minProperties, "maxProperties": &s.maxProperties}[keyword])
 		case "uniqueItems":
 			if v != false {
 				err = l.fail(keyword, "it is not supported")
@@ -240,6 +236,8 @@ func (c *compiler) plain(l located, o *object) (*shape, error) {
 			}
 		case "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum":
 			err = s.readBound(l, keyword, v)
+		case "multipleOf":
+			err = s.readMultiple(l, v)
 		case "prefixItems":
 			list, ok := v.([]any)
 			if !ok {
@@ -388,11 +386,12 @@ func merge(a, b *shape) *shape {
 	m := &shape{
 		path: a.path, types: a.types & b.types, stated: a.stated || b.stated, implied: a.implied | b.implied,
 		hasEnum: a.hasEnum, enum: a.enum,
-		least: tighter(a.least, b.least, 1), most: tighter(a.most, b.most, -1),
+		least: tighter(a.least, b.least, 1), most: tighter(a.most, b.most, -1), multiple: commonMultiple(a.multiple, b.multiple),
 		minLength: max(a.minLength, b.minLength), maxLength: lower(a.maxLength, b.maxLength),
 		patterns: union(a.patterns, b.patterns), formats: union(a.formats, b.formats),
 		items: join(a.items, b.items), minItems: max(a.minItems, b.minItems), maxItems: lower(a.maxItems, b.maxItems),
 		declares: a.declares || b.declares, required: union(a.required, b.required), hasAdditional: a.hasAdditional || b.hasAdditional, additional: join(a.additional, b.additional),
+		minProperties: max(a.minProperties, b.minProperties), maxProperties: lower(a.maxProperties, b.maxProperties),
 	}
 	if b.hasEnum {
 		m.restrict(b.enum)
