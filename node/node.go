@@ -348,9 +348,9 @@ func (n *Node) assemble(ctx context.Context, u *setup, fit sizing.KVFit) (load t
 		o.Log.Debug("steps are not predicted: the hardware is not known", "err", err)
 	}
 	n.observer = observe.New(observe.Parts{
-		Model: n.info.Name, Backend: d.Backend.Name(), Machine: n.machine, Space: d.Space, Store: n.store, Transfer: n.transfer,
+		Model: n.info.Name, Backend: d.Backend.Name(), Device: n.info.Device, Machine: n.machine, Space: d.Space, Store: n.store, Transfer: n.transfer,
 		Pipeline: n.pipe, Engine: n.engine, Tiers: n.tiers, Lender: n.memory, Harvest: n.harvest, Rebalancer: n.balance, Peers: u.peerDevices(),
-		Dynamic: u.needs.Plan.Dynamic, LoadTime: load, Sleep: n.Sleeping, Events: n.events, Predict: predict,
+		Memory: u.memory(fit), Dynamic: u.needs.Plan.Dynamic, LoadTime: load, Sleep: n.Sleeping, Events: n.events, Predict: predict,
 	})
 	return load, nil
 }

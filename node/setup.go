@@ -15,6 +15,7 @@ import (
 	"github.com/moeserve/moeserve/node/checkpoint"
 	"github.com/moeserve/moeserve/node/devices"
 	"github.com/moeserve/moeserve/node/fault"
+	"github.com/moeserve/moeserve/node/observe"
 	"github.com/moeserve/moeserve/node/planning"
 	"github.com/moeserve/moeserve/node/sizing"
 	"github.com/moeserve/moeserve/pipeline"
@@ -352,6 +353,17 @@ func (u *setup) budget() (sizing.KVFit, error) {
 		u.o.Log.Warn("no peer has room for an expert now; offloaded experts are fetched from host memory until one has", "headroom_bytes", peers[0].Headroom)
 	}
 	return fit, u.peersHold(peers)
+}
+
+// memory is what the memory of the GPU and of the host is for once the model is loaded.
+func (u *setup) memory(fit sizing.KVFit) map[device.Space][]observe.MemoryPart {
+	all := map[device.Space][]observe.MemoryPart{}
+	for space, parts := range map[device.Space][]planner.Part{u.devices.Space: u.needs.Held(fit), device.Host: u.needs.HeldOnHost(fit)} {
+		for _, p := range parts {
+			all[space] = append(all[space], observe.MemoryPart{Name: p.Name, Bytes: p.Bytes})
+		}
+	}
+	return all
 }
 
 // warnOfContext warns of a KV cache that is smaller than the model's context, which the

@@ -5,6 +5,7 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/node/observe"
 )
@@ -17,10 +18,11 @@ func TestStepEvents(t *testing.T) {
 	var n *node.Node
 	var steps []observe.Step
 	var first observe.Now
+	var before int64
 	n, err := node.Open(t.Context(), node.Options{Settings: s, Listener: engine.Listener{StepFinished: func(i engine.StepInfo) {
 		steps = append(steps, n.Observe().Step(i))
 		if len(steps) == 1 {
-			first = n.Observe().Now()
+			first, before = n.Observe().Now(), n.Observe().Experts().Fetched[experts.Host]
 		}
 	}}})
 	if err != nil {
@@ -35,7 +37,7 @@ func TestStepEvents(t *testing.T) {
 		t.Fatal(err)
 	}
 	c := n.Info().Config
-	var copied int64
+	var copied, fetches int64
 	for i, step := range steps {
 		if step.Step != int64(i+1) || step.Tokens == 0 || step.Seconds <= 0 || step.Predicted <= 0 {
 			t.Errorf("%+v", step)
@@ -43,12 +45,15 @@ func TestStepEvents(t *testing.T) {
 		for _, l := range step.Links {
 			copied += l.Bytes
 		}
+		for _, f := range step.Fetched {
+			fetches += f[2]
+		}
 		layers := map[int64]int64{}
 		for _, r := range step.Routed {
 			layers[r[0]] += r[2]
 		}
 		if i == 0 {
-			if len(layers) > 0 || len(step.Links) > 0 {
+			if len(layers) > 0 || len(step.Links) > 0 || len(step.Fetched) > 0 {
 				t.Errorf("the first step that is observed has what came before: %+v", step)
 			}
 			continue
@@ -68,6 +73,19 @@ func TestStepEvents(t *testing.T) {
 	}
 	for _, l := range first.Links {
 		copied += l.Bytes
+	}
+	if bytes := n.Observe().Experts().Fetched[experts.Host] - before; bytes == 0 || fetches*n.Info().Sizes.Expert != bytes {
+		t.Errorf("%d fetches, and %d bytes were fetched", fetches, bytes)
+	}
+	// What memory is for is all that is allocated.
+	for _, m := range now.Memories {
+		var parts int64
+		for _, p := range m.Parts {
+			parts += p.Bytes
+		}
+		if parts != m.Allocated || m.Space == "gpu0" && parts == 0 {
+			t.Errorf("%s: %d bytes are allocated, for %+v", m.Space, m.Allocated, m.Parts)
+		}
 	}
 	if len(steps) < 6 || copied != 0 || now.Hits+now.Misses == 0 {
 		t.Errorf("%d steps; %d bytes more than the links have copied", len(steps), copied)

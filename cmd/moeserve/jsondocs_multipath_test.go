@@ -80,6 +80,7 @@ var multipathFigureDocs = map[string]string{
 	"others_bytes_per_s":                  "rate of the others' copies beside the engine",
 	"engine_waits_bytes_per_s":            "the engine in the mode that leaves links to others that use them",
 	"others_beside_waiting_bytes_per_s":   "rate of the others' copies beside it",
+	"other_processes":                     "the others over one link are processes of their own; false: streams of this one",
 	"covered":                             "part of the time of the slowest copy in which others copied",
 	"EnginePoint.gpus":                    "memories that the two engines copy to, or from",
 	"EnginePoint.alone_bytes_per_s":       "the first engine alone",

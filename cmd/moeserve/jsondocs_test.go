@@ -525,6 +525,28 @@ var fieldDocs = map[string]string{
 	"loss_limit":             "share that should not be exceeded",
 	"passes":                 "times that the batch was decoded; all sampled the same tokens",
 
+	// What a node is doing.
+	"Now.time":             "when it was read; counts are those since the start",
+	"Now.links":            "what each link between two memories has copied",
+	"Step.links":           "what each link between two memories copied",
+	"Now.running":          "sequences that run",
+	"Now.waiting":          "sequences that wait to be admitted",
+	"Now.prefill_tokens":   "prompt tokens computed",
+	"Now.generated_tokens": "tokens generated",
+	"preemptions":          "sequences that gave way to others",
+	"prefix_cache_queries": "prompt tokens that were looked up in the prefix cache",
+	"prefix_cache_hits":    "of these, tokens that it had",
+	"expert_hits":          "uses of resident or cached experts",
+	"expert_misses":        "uses of experts that had to be fetched, were read in place, or were computed by the CPU",
+	"memories":             "one object for each memory space",
+	"MemoryState.parts":    "what its memory was allocated for when the model was loaded; absent for peers and while the model sleeps",
+	"LinkUse.bytes":        "bytes copied",
+	"LinkUse.busy_seconds": "time in which the link had a copy under way",
+	"bytes_per_second":     "rate of the link; 0: not known, or not limited",
+	"stalls":               "time for which the compute stream waited, by cause",
+	"sleep_level":          "level of sleep: 0 (awake), 1 (weights are in host memory) or 2 (they are loaded again)",
+	"failing":              "why the present step fails; absent: it does not",
+
 	// Events.
 	"event":           "kind of event",
 	"for":             "client that the memory gives way to",
@@ -537,6 +559,16 @@ var fieldDocs = map[string]string{
 	"took_ns":         "time that the move took",
 	"deadline_missed": "true: the memory was released after the deadline",
 	"error":           "what failed",
+
+	// Steps.
+	"Step.step":         "number of the step since the start",
+	"Step.tokens":       "tokens that it computed",
+	"Step.sequences":    "sequences that these belong to",
+	"sampled":           "tokens that it generated",
+	"Step.seconds":      "how long it took",
+	"predicted_seconds": "the planner's prediction of that; absent: the hardware is not known",
+	"fetched":           "experts that were fetched: `[layer, expert, fetches]` of each",
+	"routed":            "experts of its tokens, in steps of up to 8 tokens: `[layer, expert, tokens]` of each",
 
 	// A machine.
 	"gpu_memory_bytes":              "memory of the GPU that computes",

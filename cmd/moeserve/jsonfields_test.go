@@ -219,6 +219,10 @@ func unitOf(f jsonField) string {
 	switch f.name {
 	case "utilization", "fragmentation", "bandwidth":
 		return "0 to 1"
+	case "seconds", "busy_seconds", "predicted_seconds":
+		return "s"
+	case "bytes_per_second":
+		return "bytes/s"
 	}
 	return ""
 }

@@ -20,22 +20,24 @@ import (
 
 // Parts of a node that are observed.
 type Parts struct {
-	// Model and Backend as the user would name them; Space is that of the GPU that
+	// Model, Backend and Device as the user would name them; Space is that of the GPU that
 	// computes.
-	Model, Backend string
-	Machine        device.Machine
-	Space          device.Space
-	Store          *experts.Store
-	Transfer       *transfer.Engine
-	Pipeline       *pipeline.Pipeline
-	Engine         *engine.Engine
-	Tiers          *offload.Tiers         // nil without KV tiers
-	Events         *events.Publisher      // nil without KV events
-	Lender         *lending.Lender        // nil where the KV cache lends nothing to experts
-	Harvest        *harvest.Runtime       // nil without peers
-	Rebalancer     *rebalancer.Rebalancer // nil where nothing can move
+	Model, Backend, Device string
+	Machine                device.Machine
+	Space                  device.Space
+	Store                  *experts.Store
+	Transfer               *transfer.Engine
+	Pipeline               *pipeline.Pipeline
+	Engine                 *engine.Engine
+	Tiers                  *offload.Tiers         // nil without KV tiers
+	Events                 *events.Publisher      // nil without KV events
+	Lender                 *lending.Lender        // nil where the KV cache lends nothing to experts
+	Harvest                *harvest.Runtime       // nil without peers
+	Rebalancer             *rebalancer.Rebalancer // nil where nothing can move
 	// Peers are the peers that may be borrowed from.
 	Peers []Peer
+	// Memory is what memory was allocated for when the model was loaded, by space.
+	Memory map[device.Space][]MemoryPart
 	// Dynamic: experts may be swapped.
 	Dynamic bool
 	// LoadTime is how long allocating memory and loading weights took.

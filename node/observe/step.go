@@ -15,7 +15,7 @@ const EngineStep = "engine.step"
 // maxRoutedTokens is the largest step whose event has the experts of its tokens.
 const maxRoutedTokens = 8
 
-// Step is a step that has ended, as an event with a JSON form. Stalls, links and experts are those since the
+// Step is a step that has ended, as an event with a JSON form. Stalls, links, fetches and experts are those since the
 // step before; the first one that is observed has none.
 type Step struct {
 	Event string    `json:"event"`
@@ -32,6 +32,8 @@ type Step struct {
 	// Stalls are the compute stream's, in seconds by cause.
 	Stalls map[string]float64 `json:"stalls,omitempty"`
 	Links  []LinkUse          `json:"links,omitempty"`
+	// Fetched are the experts that were fetched, as [layer, expert, fetches].
+	Fetched [][3]int64 `json:"fetched,omitempty"`
 	// Routed are the experts of the step's tokens, as [layer, expert, tokens], in steps of up to 8 tokens.
 	Routed [][3]int64 `json:"routed,omitempty"`
 }
@@ -46,11 +48,12 @@ type LinkUse struct {
 
 // lastStep is what counters had at the end of the last step that was observed.
 type lastStep struct {
-	mu     sync.Mutex
-	steps  int64 // 0: none was observed
-	stalls pipeline.Stalls
-	links  map[device.Pair]LinkUse
-	routed [][]int64
+	mu      sync.Mutex
+	steps   int64 // 0: none was observed
+	stalls  pipeline.Stalls
+	links   map[device.Pair]LinkUse
+	fetched [][]int64
+	routed  [][]int64
 }
 
 // Step describes a step that has just ended. The engine's goroutine calls it; it takes time in proportion to the model's
@@ -86,25 +89,35 @@ func (o *Observer) Step(i engine.StepInfo) Step {
 		}
 	}
 	l.links = links
-	routed := o.p.Store.RoutedTokens()
-	if follows && i.Tokens <= maxRoutedTokens {
-		numbers := o.p.Store.LayerNumbers()
-		for layer, counts := range routed {
-			for expert, n := range counts {
-				if d := n - l.routed[layer][expert]; d > 0 {
-					s.Routed = append(s.Routed, [3]int64{int64(numbers[layer]), int64(expert), d})
-				}
+	fetched, routed, numbers := o.p.Store.Fetches(), o.p.Store.RoutedTokens(), o.p.Store.LayerNumbers()
+	if follows {
+		s.Fetched = increased(fetched, l.fetched, numbers)
+		if i.Tokens <= maxRoutedTokens {
+			s.Routed = increased(routed, l.routed, numbers)
+		}
+	}
+	l.fetched, l.routed = fetched, routed
+	return s
+}
+
+// increased are the experts whose counts have grown, as [layer, expert, by how many]; numbers are the model's of the layers.
+func increased(now, before [][]int64, numbers []int) (all [][3]int64) {
+	for layer, counts := range now {
+		for expert, n := range counts {
+			if d := n - before[layer][expert]; d > 0 {
+				all = append(all, [3]int64{int64(numbers[layer]), int64(expert), d})
 			}
 		}
 	}
-	l.routed = routed
-	return s
+	return all
 }
 
 // Now is what a node is doing: what its page shows beside where experts and KV blocks are. It has a JSON form.
 type Now struct {
 	Time    time.Time `json:"time"`
 	Backend string    `json:"backend"`
+	// Device is the product name of the GPU, or "emulated".
+	Device string `json:"device"`
 	// Running and Waiting samples; Steps, and tokens computed of prompts and generated, since the start.
 	Running         int   `json:"running"`
 	Waiting         int   `json:"waiting"`
@@ -119,7 +132,7 @@ type Now struct {
 	Misses          int64   `json:"expert_misses"`
 	OffloadFraction float64 `json:"offload_fraction"`
 	// Memories of the machine, and Links between them.
-	Memories Memories           `json:"memories"`
+	Memories []MemoryState      `json:"memories"`
 	Links    []LinkState        `json:"links"`
 	Stalls   map[string]float64 `json:"stalls"`
 	// SleepLevel is 0 while the model is awake.
@@ -134,16 +147,48 @@ type LinkState struct {
 	BytesPerSecond float64 `json:"bytes_per_second"`
 }
 
+// MemoryState is a memory space, and what its memory is for.
+type MemoryState struct {
+	Memory
+	// OtherProcesses is what others than moeserve have of it.
+	OtherProcesses int64 `json:"other_processes_bytes"`
+	// Parts are those that were allocated when the model was loaded; of peers and of a sleeping model there are none.
+	Parts []MemoryPart `json:"parts,omitempty"`
+}
+
+// MemoryPart is memory that has one purpose.
+type MemoryPart struct {
+	Name  string `json:"name"`
+	Bytes int64  `json:"bytes"`
+}
+
+// memories reads the spaces; what is lost has none.
+func (o *Observer) memories(asleep bool) []MemoryState {
+	all := []MemoryState{}
+	for _, s := range o.p.Machine.Topology().Spaces() {
+		u, err := o.p.Machine.Usage(s)
+		if err != nil {
+			continue
+		}
+		m := MemoryState{Memory: Memory{Space: s.String(), Capacity: u.Capacity, Allocated: u.Allocated, Peak: u.Peak}, OtherProcesses: u.OtherProcesses}
+		if !asleep {
+			m.Parts = o.p.Memory[s]
+		}
+		all = append(all, m)
+	}
+	return all
+}
+
 // Now reads it. It may be called while requests run.
 func (o *Observer) Now() Now {
 	e, x := o.p.Engine.State(), o.Experts()
 	n := Now{
-		Time: time.Now(), Backend: o.p.Backend, Running: e.Running, Waiting: e.Waiting, Steps: e.Steps, PrefillTokens: e.PrefillTokens,
+		Time: time.Now(), Backend: o.p.Backend, Device: o.p.Device, Running: e.Running, Waiting: e.Waiting, Steps: e.Steps, PrefillTokens: e.PrefillTokens,
 		GeneratedTokens: e.GeneratedTokens, Preemptions: e.Preemptions, PrefixQueries: e.PrefixCacheQueries, PrefixHits: e.PrefixCacheHits,
 		Hits: x.Hits, Misses: x.Misses, OffloadFraction: x.OffloadFraction(),
 		Links: []LinkState{}, Stalls: o.p.Pipeline.Stalls().ByName(), SleepLevel: int(o.p.Sleep().Level), Failing: text(e.Failing),
 	}
-	n.Memories, _ = o.Memories() // what is lost has none
+	n.Memories = o.memories(n.SleepLevel > 0)
 	for _, l := range o.Links() {
 		n.Links = append(n.Links, LinkState{LinkUse{l.From.String(), l.To.String(), l.Bytes, l.Busy.Seconds()}, l.BytesPerSecond})
 	}

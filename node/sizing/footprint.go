@@ -181,7 +181,7 @@ func (f *Footprint) Parts(p *experts.Plan, l forward.Limits, b configs.Batch) (g
 	}
 	host = []planner.Part{
 		{Name: "offloaded experts", Bytes: p.HostBytes},
-		{Name: "load staging buffer", Bytes: p.StagingBytes + checkpoint.UploadBytes},
+		{Name: loadPart, Bytes: p.StagingBytes + checkpoint.UploadBytes},
 		{Name: "expert tables", Bytes: device.Align(p.UploadBytes) + device.Align(p.InPlaceBytes)},
 		{Name: "scrub buffer", Bytes: f.scrubBuffer(p.OffloadedExperts)},
 		{Name: "per-step metadata buffers", Bytes: metadata + results},
@@ -194,8 +194,12 @@ func (f *Footprint) Parts(p *experts.Plan, l forward.Limits, b configs.Batch) (g
 	return gpu, host
 }
 
-// kvTierPart is the name of the host memory of KV tiers.
-const kvTierPart = "offloaded KV blocks"
+const (
+	// kvTierPart is the name of the host memory of KV tiers.
+	kvTierPart = "offloaded KV blocks"
+	// loadPart is that of host memory which is released when the model is loaded.
+	loadPart = "load staging buffer"
+)
 
 // hostKV is the pinned host memory of KV blocks that the GPU has no room for, in bytes.
 func (f *Footprint) hostKV() int64 {

@@ -57,6 +57,19 @@ func (f *Footprint) Needs(b configs.Batch, placement experts.Placement, m Memori
 	}, nil
 }
 
+// Held is what the GPU's memory is for while the model runs, with the KV cache.
+func (w *Needs) Held(fit KVFit) []planner.Part { return w.held(w.Device.Parts, fit, !w.kvOnHost) }
+
+// HeldOnHost is the same of pinned host memory.
+func (w *Needs) HeldOnHost(fit KVFit) []planner.Part { return w.held(w.Host.Parts, fit, w.kvOnHost) }
+
+func (w *Needs) held(parts []planner.Part, fit KVFit, kv bool) (all []planner.Part) {
+	if kv {
+		parts = append(slices.Clone(parts), planner.Part{Name: "KV cache", Bytes: int64(fit.Blocks) * w.KV.BlockBytes()})
+	}
+	return slices.DeleteFunc(slices.Clone(parts), func(p planner.Part) bool { return p.Bytes == 0 || p.Name == loadPart })
+}
+
 // HostKVShare is the part of the host's free memory that the KV cache may use: other
 // processes need memory, too.
 const HostKVShare = 0.8
