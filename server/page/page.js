@@ -1,13 +1,15 @@
 // The page asks the node once a second what it is doing, follows its events, and hands both to the views.
 
-import { NeedsKey, complete, follow, get, setKey } from "./source.js";
+import { NeedsKey, complete, follow, get, histograms, setKey } from "./source.js";
 import * as views from "./views.js";
 
 const $ = (id) => document.getElementById(id);
 const grid = new views.Grid();
 const peers = new views.Peers();
 const steps = new views.Steps();
+const latencies = ["vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds"];
 let before; // the last answer of /debug/node
+let minute = []; // histograms of the last minute
 let drawn = 0; // steps that the chart shows
 let seen = 0; // steps that have come
 let following = false;
@@ -20,14 +22,22 @@ function rates(now) {
     const was = before?.links.find((b) => b.src === l.src && b.dst === l.dst);
     if (passed > 0) links.set(`${l.src} ${l.dst}`, Math.max(0, l.bytes - (was?.bytes ?? 0)) / passed);
   }
-  return { generated: per("generated_tokens"), prefill: per("prefill_tokens"), steps: per("steps"), links };
+  const [hits, misses] = [per("expert_hits"), per("expert_misses")];
+  return { generated: per("generated_tokens"), prefill: per("prefill_tokens"), steps: per("steps"), hits, misses, links };
+}
+
+// latency is TTFT and ITL of the last minute, each its median and 99th percentile, in seconds.
+async function latency(model) {
+  const now = { at: Date.now(), all: await histograms(model, latencies) };
+  minute = [...minute.filter((m) => now.at - m.at <= 60e3), now];
+  return latencies.map((name) => [0.5, 0.99].map((q) => views.quantile(now.all[name], minute[0].all[name], q)));
 }
 
 async function update() {
   const [node, residency] = await Promise.all([get("/debug/node"), get("/debug/residency")]);
   const r = rates(node.now);
   views.header(node, (Date.parse(node.now.time) - Date.parse(node.since)) / 1e3);
-  views.now(node.now, r);
+  views.now(node.now, r, residency.kv, await latency(node.model));
   views.memory(node.now.memories);
   views.links(node.now.links, r.links);
   views.kv(residency.kv);
@@ -67,6 +77,7 @@ async function loop() {
       }
     } catch (error) {
       before = undefined;
+      minute = [];
       if (error instanceof NeedsKey) {
         $("key").hidden = false;
         views.state("The server needs an API key", true);

@@ -32,6 +32,18 @@ export async function get(path) {
   return (await request(path)).json();
 }
 
+// histograms returns those of a model that have these names in /metrics: pairs of a bound and how many are up to it.
+export async function histograms(model, names) {
+  const all = Object.fromEntries(names.map((n) => [n, []]));
+  for (const line of (await (await request("/metrics")).text()).split("\n")) {
+    const found = line.match(/^([\w:]+)_bucket\{(.*)\} (\S+)$/);
+    if (!found || !all[found[1]] || !found[2].includes(`model_name=${JSON.stringify(model)}`)) continue;
+    const bound = found[2].match(/le="([^"]+)"/)[1];
+    all[found[1]].push([bound === "+Inf" ? Infinity : Number(bound), Number(found[3])]);
+  }
+  return all;
+}
+
 // lines calls each with the data of every server-sent event of a response, until it ends.
 async function lines(answer, each) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();

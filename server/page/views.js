@@ -28,7 +28,7 @@ export function bytes(n) {
   return `${number(n, n < 10 ? 2 : 1)} ${units[i]}`;
 }
 
-const seconds = (s) => (s < 1 ? `${number(s * 1e3, 2)} ms` : `${number(s, 1)} s`);
+const seconds = (s) => (s < 1 ? `${number(s * 1e3, s < 0.01 ? 2 : s < 0.1 ? 1 : 0)} ms` : `${number(s, 1)} s`);
 
 function span(s) {
   if (s < 120) return `${Math.round(s)} s`;
@@ -48,17 +48,34 @@ function rows(id, all, empty) {
   if (!all.length) body.append(element("tr", {}, element("td", { colspan: columns.length, class: "quiet" }, empty)));
 }
 
-// bar shows a share from 0 to 1, which the cells beside it say in numbers.
-function bar(share, label) {
-  const part = element("i");
-  part.style.width = `${Math.min(1, Math.max(0, share)) * 100}%`;
-  return element("div", { class: "bar", role: "img", "aria-label": label ?? `${number(100 * share)} %` }, part);
+// bar shows shares from 0 to 1, one after the other, which the cells beside it say in numbers.
+function bar(...shares) {
+  const parts = shares.map((share) => {
+    const part = element("i");
+    part.style.width = `${Math.min(1, Math.max(0, share)) * 100}%`;
+    return part;
+  });
+  return element("div", { class: "bar", role: "img", "aria-label": shares.map((s) => `${number(100 * s)} %`).join(", ") }, ...parts);
+}
+
+// quantile of what a histogram has counted since before, linear within its buckets as PromQL has it; undefined: nothing.
+export function quantile(histogram, before, q) {
+  const counts = histogram.map(([bound, n], i) => [bound, n - (before[i]?.[1] ?? 0)]);
+  const wanted = q * (counts.at(-1)?.[1] ?? 0);
+  if (!(wanted > 0)) return undefined;
+  const i = counts.findIndex(([, n]) => n >= wanted);
+  const [from, below] = i ? counts[i - 1] : [0, 0];
+  const [to, n] = counts[i];
+  return to === Infinity ? from : from + ((to - from) * (wanted - below)) / (n - below);
 }
 
 // header shows which model and server this is.
 export function header(node, uptime) {
   $("model").textContent = node.model;
-  $("about").textContent = `moeserve ${node.version} · ${node.now.backend} · context ${number(node.max_model_len)} tokens · up ${span(uptime)}`;
+  const emulated = node.now.device === "emulated";
+  $("device").textContent = emulated ? "CPU, emulated GPU" : node.now.device;
+  $("device").className = emulated ? "bad" : "quiet";
+  $("about").textContent = `moeserve ${node.version} · context ${number(node.max_model_len)} tokens · up ${span(uptime)}`;
   document.title = `${node.model} · moeserve`;
 }
 
@@ -68,17 +85,21 @@ export function state(text, bad) {
   $("state").toggleAttribute("data-bad", bad);
 }
 
-// now shows the figures of the moment; rates are those since the last call.
-export function now(n, rates) {
-  const hits = n.expert_hits + n.expert_misses;
+// now shows the figures of the moment; rates are those since the last call, latencies those of the last minute.
+export function now(n, rates, kv, [ttft, itl]) {
+  const [hits, misses] = rates.hits + rates.misses ? [rates.hits, rates.misses] : [n.expert_hits, n.expert_misses];
+  const ms = (all) => (all[0] === undefined ? "–" : all.map((s) => number(s * 1e3, s < 0.01 ? 1 : 0)).join(" / "));
   const all = [
     ["Generated", number(rates.generated), "tok/s"],
     ["Prompts", number(rates.prefill), "tok/s"],
     ["Running", number(n.running), "sequences"],
     ["Waiting", number(n.waiting), "sequences"],
+    ["TTFT, median / p99", ms(ttft), "ms"],
+    ["ITL, median / p99", ms(itl), "ms"],
+    ["KV cache", kv.blocks ? number((100 * kv.used_blocks) / kv.blocks) : "–", "%"],
     ["Steps", number(rates.steps), "per s"],
     ["Experts offloaded", number(100 * n.offload_fraction), "%"],
-    ["Expert hits", hits ? number((100 * n.expert_hits) / hits) : "–", "%"],
+    ["Expert hits", hits + misses ? number((100 * hits) / (hits + misses)) : "–", "%"],
     ["Prefix cache hits", n.prefix_cache_queries ? number((100 * n.prefix_cache_hits) / n.prefix_cache_queries) : "–", "%"],
     ["Preemptions", number(n.preemptions), ""],
   ];
@@ -87,16 +108,21 @@ export function now(n, rates) {
   );
 }
 
-// memory shows the spaces.
+// memory shows the spaces, and what their memory is for.
 export function memory(memories) {
   rows(
     "memory",
-    memories.map((m) => [
-      m.space,
-      bar(m.capacity_bytes ? m.allocated_bytes / m.capacity_bytes : 0),
-      bytes(m.allocated_bytes),
-      m.capacity_bytes ? bytes(m.capacity_bytes) : "–",
-    ]),
+    memories.flatMap((m) => {
+      const share = (n) => (m.capacity_bytes ? n / m.capacity_bytes : 0);
+      const all = m.parts ?? [];
+      const large = all.filter((p) => p.bytes >= m.allocated_bytes / 100);
+      const small = all.reduce((n, p) => n + p.bytes, 0) - large.reduce((n, p) => n + p.bytes, 0);
+      if (small) large.push({ name: "other buffers", bytes: small });
+      return [
+        [m.space, bar(share(m.allocated_bytes), share(m.other_processes_bytes)), bytes(m.allocated_bytes), bytes(m.other_processes_bytes), m.capacity_bytes ? bytes(m.capacity_bytes) : "–"],
+        ...large.map((p) => [element("span", { class: "part" }, p.name), bar(share(p.bytes)), bytes(p.bytes), "", ""]),
+      ];
+    }),
     "No memory is known.",
   );
 }
@@ -148,7 +174,7 @@ export class Grid {
     this.at = [0, 0];
     $("experts-legend").replaceChildren(
       ...tiers.map(([name, l, what]) => element("li", {}, element("i", { "data-tier": name }, l), what)),
-      element("li", {}, "underlined: used since the page was last updated"),
+      element("li", {}, "underlined: used since the page was last updated; overlined: fetched"),
     );
     $("grid").addEventListener("keydown", (e) => this.key(e));
     $("grid").addEventListener("focusin", (e) => this.focused(e.target));
@@ -187,7 +213,9 @@ export class Grid {
           cell.textContent = letter[e.tier] ?? e.tier[0].toUpperCase();
         }
         cell.toggleAttribute("data-moving", Boolean(e.moving));
-        cell.toggleAttribute("data-used", this.before !== undefined && e.uses > this.before[row].experts[column].uses);
+        const was = this.before?.[row].experts[column];
+        cell.toggleAttribute("data-used", was !== undefined && e.uses > was.uses);
+        cell.toggleAttribute("data-fetched", was !== undefined && e.fetches > was.fetches);
         cell.setAttribute("aria-label", `layer ${l.layer}, expert ${column}: ${e.tier}${e.peer ? ` ${e.peer}` : ""}`);
       }),
     );
@@ -282,6 +310,17 @@ const causes = {
 };
 const names = Object.keys(causes);
 
+// What there is to do about the waits, by cause.
+const remedies = {
+  "expert-copy": "Fewer offloaded experts (--offload-fraction), copies on peers (--peers), or more sequences in a step make it less.",
+  "router-sync": "More sequences in a step, or kernels that read offloaded experts in place (--expert-access), make it less.",
+  "cpu-attention": "With --attention gpu the GPU computes it, where the KV cache fits.",
+  "kv-copy": "With --attention gpu there are no such copies, where the KV cache fits.",
+  "launch-bound": "CUDA graphs (without --enforce-eager) and more sequences in a step make it less.",
+  "kv-load": "More blocks on the GPU (a larger --offload-fraction, a shorter --max-model-len) make it less.",
+  "cpu-experts": "A smaller --cpu-experts makes it less.",
+};
+
 // Steps keeps the last steps, and draws how long they took and what they waited for.
 export class Steps {
   constructor() {
@@ -341,6 +380,7 @@ export class Steps {
       }
     });
     $("steps").replaceChildren(all);
+    this.bound(shown);
     this.compare(shown);
     rows(
       "steps-table",
@@ -351,10 +391,18 @@ export class Steps {
         number(s.seconds * 1e3, 2),
         s.predicted_seconds ? number(s.predicted_seconds * 1e3, 2) : "–",
         Object.entries(s.stalls ?? {}).map(([n, t]) => `${causes[n] ?? n} ${seconds(t)}`).join(", ") || "nothing",
-        (s.links ?? []).map((l) => `${l.src} → ${l.dst} ${bytes(l.bytes)}`).join(", ") || "nothing",
+        [...(s.fetched ? [`${number(s.fetched.reduce((n, f) => n + f[2], 0))} experts`] : []), ...(s.links ?? []).map((l) => `${l.src} → ${l.dst} ${bytes(l.bytes)}`)].join(", ") || "nothing",
       ]),
       "",
     );
+  }
+
+  // bound says what most of the time of steps was.
+  bound(shown) {
+    const time = shown.reduce((t, s) => t + s.seconds, 0);
+    const [longest, wait] = names.map((n) => [n, shown.reduce((t, s) => t + (s.stalls?.[n] ?? 0), 0)]).reduce((a, b) => (b[1] > a[1] ? b : a));
+    const percent = (t) => `${number((100 * t) / time, 0)} %`;
+    $("bound").textContent = wait < time / 10 ? "These steps are bound by computing: they wait for little else." : `Of these steps' time ${percent(wait)} is waiting for ${causes[longest]}. ${remedies[longest]}`;
   }
 
   compare(shown) {

@@ -12,6 +12,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -142,7 +143,7 @@ func wait(expression string) chromedp.Action {
 // value evaluates an expression.
 func value[T any](t *testing.T, ctx context.Context, expression string) (v T) {
 	t.Helper()
-	run(t, ctx, chromedp.Evaluate(expression, &v))
+	run(t, ctx, chromedp.Evaluate(expression, &v, func(p *runtime.EvaluateParams) *runtime.EvaluateParams { return p.WithAwaitPromise(true) }))
 	return v
 }
 
@@ -265,6 +266,25 @@ func TestPage(t *testing.T) {
 		wait(`parseFloat(document.querySelector("#now dd").textContent.replace(/,/g, "")) > 0`), wait(`document.querySelectorAll("#peers path").length >= 4`))
 	if rows := value[int](t, ctx, `document.querySelectorAll("#steps-table tbody tr").length`); rows < 40 {
 		t.Errorf("%d rows of steps", rows)
+	}
+	run(t, ctx, wait(`/^[0-9.]+ \/ [0-9.]+ ms$/.test([...document.querySelectorAll("#now div")].find(d => d.textContent.startsWith("ITL")).lastChild.textContent)`),
+		wait(`document.querySelectorAll("#grid [data-fetched]").length > 0`))
+	if said := value[string](t, ctx, `document.querySelector("#device").textContent`); said != "CPU, emulated GPU" {
+		t.Errorf("the device is %q", said)
+	}
+	if said := value[string](t, ctx, `document.querySelector("#bound").textContent`); !strings.HasPrefix(said, "Of these steps") && !strings.HasPrefix(said, "These steps are bound by computing") {
+		t.Errorf("of the steps it says %q", said)
+	}
+	parts := value[[]string](t, ctx, `[...document.querySelectorAll("#memory .part")].map(p => p.textContent)`)
+	for _, part := range []string{"resident experts", "KV cache", "offloaded experts"} {
+		if !slices.Contains(parts, part) {
+			t.Errorf("memory has no %s: %v", part, parts)
+		}
+	}
+	// Quantiles are those of PromQL's histogram_quantile, of what has been counted since the histogram before.
+	if q := value[[]float64](t, ctx, `(async () => { const {quantile} = await import("/page/views.js"); const h = [[1, 2], [2, 6], [4, 10], [Infinity, 12]];
+		return [quantile(h, [], 0.5), quantile(h, [[1, 2], [2, 6], [4, 6], [Infinity, 6]], 0.5), quantile(h, [], 0.99), quantile(h, h, 0.5) ?? -1] })()`); !slices.Equal(q, []float64{2, 3.5, 4, -1}) {
+		t.Errorf("quantiles are %v", q)
 	}
 	for id, least := range map[string]int{"links": 2, "kv": 3, "memory": 4} {
 		if rows := value[int](t, ctx, fmt.Sprintf(`document.querySelectorAll("#%s tbody tr").length`, id)); rows < least {
