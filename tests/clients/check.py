@@ -547,7 +547,37 @@ for package, what in JS.items():
 does("ai (npm)", "`generateObject`")(lambda: program("js", "node", "check.mjs", "generateObject"))
 
 
+# The tests of tests/openai, each with a server of its own.
+GO = {
+    "openai-go": ("github.com/openai/openai-go/v3", {
+        "chat, whole and streamed; completions; `responses`, streamed too; models": "TestModels|TestChat|TestChatStream|TestCompletions|TestResponses",
+        "function tools in chats and responses": "TestTools|TestResponsesTools",
+        "`response_format` with a schema": "TestResponseFormat",
+        "errors as its own type": "TestErrors",
+    }),
+    "anthropic-sdk-go": ("github.com/anthropics/anthropic-sdk-go", {
+        "messages, streamed too, count_tokens": "TestMessages",
+        "tools: `tool_use` and `tool_result`": "TestMessagesTools",
+    }),
+}
+
+
+def go_tests(names):
+    r = subprocess.run(["go", "test", "-count=1", "-v", "-run", f"^({names})$", "."], cwd=os.path.join(ROOT, "tests", "openai"), capture_output=True, text=True, timeout=600)
+    if r.returncode != 0:
+        raise AssertionError(f"{r.stdout[-3000:]} {r.stderr[-3000:]}")
+    equal(set(re.findall(r"^--- PASS: (\w+)", r.stdout, re.MULTILINE)), set(names.split("|")))
+
+
+for client, (_, what) in GO.items():
+    for does_what, names in what.items():
+        does(client, does_what)(lambda names=names: go_tests(names))
+
+
 def version(client):
+    if client in GO:
+        with open(os.path.join(ROOT, "tests", "openai", "go.mod")) as f:
+            return re.search(re.escape(GO[client][0]) + r" v(\S+)", f.read())[1]
     name = client.removesuffix(" (npm)")
     if name != client:
         with open(os.path.join(PROGRAMS, "js", "node_modules", name, "package.json")) as f:
@@ -592,7 +622,7 @@ def page(rows, before):
         "# Clients", "",
         "*For those who use moeserve from client software of others: what was tried, at which version.*", "",
         "<!-- Generated: make clients -->", "",
-        "Each was run against `moeserve serve` with the built-in model, which knows a few tasks by heart, or with a model of random weights whose chat template has tools; agents with the built-in model and the template of `examples/agents`. What is refused is an error that names it. The official Go clients of OpenAI's and Anthropic's APIs are tests (`make openai`).", "",
+        "Each was run against `moeserve serve` with the built-in model, which knows a few tasks by heart, or with a model of random weights whose chat template has tools; agents with the built-in model and the template of `examples/agents`. What is refused is an error that names it.", "",
         "| client | version | works | refused |", "|---|---|---|---|",
     ]
     for client in dict.fromkeys(c[0] for c in CHECKS):
