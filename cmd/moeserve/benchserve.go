@@ -60,14 +60,19 @@ measured the time to the first token (TTFT), the time per output token after it
 them. Flags, and the fields of --json, have vLLM's names.
 
 --dataset-name says what is sent:
-  random             random ids from the model's vocabulary, for which the server needs
-                     /tokenize, as many as MT-Bench's prompts have tokens, or --input-len
+
+  random             random ids from the model's vocabulary, for which the
+                     server needs /tokenize, as many as MT-Bench's prompts have
+                     tokens, or --input-len
   prefix_repetition  random ids of which many begin alike
-  timed_trace        random ids, and arrivals, as a file in Mooncake's format says: a
-                     JSON object a line with timestamp (ms), input_length,
-                     output_length and hash_ids of blocks of 512 tokens
+  timed_trace        random ids, and arrivals, as a file in Mooncake's format
+                     says: a JSON object a line with timestamp (ms),
+                     input_length, output_length and hash_ids of blocks of 512
+                     tokens
   mt-bench           first turns of a file of MT-Bench or MT-Bench-101
-  custom             a file of JSON objects, one a line, with prompt and output_tokens
+  custom             a file of JSON objects, one a line, with prompt and
+                     output_tokens
+
 The default is mt-bench with --dataset-path, else random. The key of MOESERVE_API_KEY,
 else of OPENAI_API_KEY, is sent if it is set.
 

@@ -49,6 +49,22 @@ func TestHelp(t *testing.T) {
 	}
 }
 
+// Lists in the text of a command are paragraphs of their own: others are wrapped.
+func TestHelpLists(t *testing.T) {
+	var walk func(c *cobra.Command)
+	walk = func(c *cobra.Command) {
+		for paragraph := range strings.SplitSeq(c.Long, "\n\n") {
+			if !strings.HasPrefix(paragraph, "  ") && strings.Contains(paragraph, "\n  ") {
+				t.Errorf("%s: there is a list in the paragraph %q", c.CommandPath(), paragraph)
+			}
+		}
+		for _, sub := range c.Commands() {
+			walk(sub)
+		}
+	}
+	walk(newRoot(&streams{}))
+}
+
 // Help shows each setting that is not rare, complete help each one.
 func TestHelpHasSettings(t *testing.T) {
 	for _, command := range []string{"run", "chat", "serve", "inspect", "plan", "bench throughput", "bench sweep", "bench figure", "bench harvest", "bench transfer", "bench multipath", "bench kv", "bench kernels", "bench prefix", "bench fairness", "bench sleep", "config"} {

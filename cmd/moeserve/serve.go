@@ -31,10 +31,11 @@ func newServe(s *streams) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "serve [MODEL]...",
 		Short: "Serve the OpenAI API",
-		Long: `Serve the OpenAI API: /v1/completions, /v1/chat/completions and /v1/models; beside
-them /tokenize, /detokenize, /health, /ping, /load, /version and /metrics, and for
-operators /debug/residency (where every expert is), /debug/kv (where KV
-blocks are) and /debug/events.
+		Long: `Serve the OpenAI API: /v1/completions, /v1/chat/completions, /v1/responses and
+/v1/models; Anthropic's /v1/messages; beside them /tokenize, /detokenize, /health,
+/ping, /load, /version and /metrics, and for operators /debug/node (what it is doing),
+/debug/residency (where every expert is), /debug/kv (where KV blocks are) and
+/debug/events. With --admin-address HOST:PORT a page shows this in a browser.
 
 MODEL is the directory of a checkpoint, a preset, or built-in: a small model inside
 this binary, which is also the default. The server listens from the start;
