@@ -98,7 +98,12 @@
 #                 memory there in steps (bench harvest): throughput over time, memory released in time, equal tokens, and what that process's
 #                 work loses: 324 sequences, and 8 with experts copied and read in place. HARVEST are cells SEQUENCES:ACCESS (default:
 #                 324:copy 8:copy 8:direct), HARVEST_MODEL, HARVEST_STEPS and HARVEST_EVERY others of its arguments
-#                 EMULATE, a value of --emulate, tries figures and harvest without GPUs, with PAPER_FLAGS and HARVEST_FLAGS as further arguments
+#   eight         two to eight GPUs, under nine minutes on eight (estimate): what several links and several peers give (links and
+#                 multipath, with fewer parts and rounds; sleep and wake of Mixtral over all links), and Mixtral with half of its experts
+#                 on all other GPUs, of which one is taken back every second (moeserve reclaim): throughput, equal tokens. EIGHT is the
+#                 model, EIGHT_LEN the tokens that each of its 324 sequences generates (default: 150), EIGHT_PARTS some of links, copies,
+#                 sleep and harvest; RELAYS as above
+#                 EMULATE, a value of --emulate, tries figures, harvest and eight without GPUs, with PAPER_FLAGS, HARVEST_FLAGS and EIGHT_FLAGS as further arguments
 #   load          loading a checkpoint of Qwen1.5-MoE's shape, written to LOAD_FOLDER (29 GB), as a share of the disk's
 #                 rate; LOAD are arguments for load.py
 # HOST_GIB is the host's memory, for machines whose system reports less. With OVERLAP=false the parts that run node's
@@ -194,9 +199,10 @@ hardware() {
   if [ -n "${HARDWARE:-}" ]; then echo "$HARDWARE"; elif [[ $gpu == *H100* ]]; then echo h100-80; else echo h200; fi
 }
 
-# devices are the flags that name what figures and harvest run on.
+# devices PEERS are the flags that name what figures, harvest and eight run on; PEERS is 1 by default.
 devices() {
-  if [ -n "${EMULATE:-}" ]; then echo "--device cpu --peers 1 --emulate $EMULATE"; else echo "--device cuda --peers 1 --host-memory-gib $host --hardware $(hardware)"; fi
+  local peers=${1:-1}
+  if [ -n "${EMULATE:-}" ]; then echo "--device cpu --peers $peers --emulate $EMULATE"; else echo "--device cuda --peers $peers --host-memory-gib $host --hardware $(hardware)"; fi
 }
 
 # figure NUMBER NAME ARGUMENTS...: a figure of the Harvest paper, with its results and finished cells, in $work/paper.
@@ -224,7 +230,7 @@ run() {
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
   for part in "$@"; do
-    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral cpu-experts tiers access multipath-tests sweep predicted guard soak reclaim preload bench small sanitize beside gaps layout kvcopy prompts latency kv kvtiers lending prefix hits fairness links host-paths sleep multipath calibrate figures harvest load " == *" $part "* ]] || usage
+    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral cpu-experts tiers access multipath-tests sweep predicted guard soak reclaim preload bench small sanitize beside gaps layout kvcopy prompts latency kv kvtiers lending prefix hits fairness links host-paths sleep multipath calibrate figures harvest eight load " == *" $part "* ]] || usage
   done
   [ -e "$folder/bundle.tar.xz" ] || { echo "there is no $folder/bundle.tar.xz: tools/cuda/gpu.sh build makes it" >&2; exit 2; }
   xz -dc "$folder/bundle.tar.xz" | tar -xf - -C "$work" || exit 1
@@ -481,6 +487,51 @@ run() {
           tee -a "$logs/table.log" <"$work/said"
         done
         tar -cf "$logs/harvest.tar" -C "$work/harvest" . ;;
+      eight)
+        others=$(relays)
+        links=$(($(tr -cd , <<<"$others" | wc -c) + 2)) # the other GPUs', and the computing one's
+        model=${EIGHT:-mixtral-8x7b --load-format dummy}
+        most=${EIGHT_GIB:-$(($(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -1) / 1024 - 2))} # of a GPU, so that it keeps next to nothing
+        mkdir -p "$work/eight" "$work/run"
+        chmod 700 "$work/run"
+        for piece in ${EIGHT_PARTS:-links copies sleep harvest}; do
+          case $piece in
+            links) limit 120 . multipath eight-links "$work/moeserve" bench multipath $(devices "$others") --parts links,roots,static --rounds 3 \
+              ${EIGHT_FLAGS:-} --json "$work/eight/links.json" --plots "$work/eight" ;;
+            copies) limit 200 . multipath eight-copies "$work/moeserve" bench multipath $(devices "$others") --parts sizes,gpus,traffic,cpu --rounds 3 \
+              ${EIGHT_FLAGS:-} --json "$work/eight/copies.json" --plots "$work/eight" ;;
+            sleep) limit 200 . kv eight-sleep "$work/moeserve" bench sleep $model $(devices "$others") --host-paths "$links" --levels 1 --repetitions 2 \
+              ${EIGHT_FLAGS:-} --json "$work/eight/sleep.json" ;;
+            harvest)
+              for taken in quiet taken; do
+                if [ $taken = taken ]; then
+                  ( # each of the others in turn, every second, until it is told to end
+                    while sleep 1 && [ ! -e "$work/run/end" ]; do
+                      gpu=${others%%,*} others=${others#*,},${others%%,*}
+                      "$work/moeserve" reclaim --device "$gpu" --gib "$most" --deadline 500ms --runtime-dir "$work/run"
+                    done
+                  ) >"$logs/reclaim.log" 2>&1 &
+                  taking=$!
+                fi
+                limit 200 . cli "eight-$taken" "$work/moeserve" bench throughput $model $(devices "$others") --offload-fraction 0.5 --offload-tier peer \
+                  --runtime-dir "$work/run" --harvest-cooldown 2s --num-prompts 324 --input-len 77 --output-len "${EIGHT_LEN:-150}" --warmup-tokens 2 --trials 1 \
+                  ${EIGHT_FLAGS:-} --json "$work/eight/$taken.json"
+                tee -a "$logs/table.log" <"$work/said"
+              done
+              touch "$work/run/end"
+              wait "$taking"
+              tail -4 "$logs/reclaim.log" | tee -a "$logs/table.log"
+              if [ "$(grep -o '"tokens_sha256": "[0-9a-f]*"' "$work/eight/quiet.json" "$work/eight/taken.json" | cut -d: -f3 | sort | uniq -c | awk '{print $1}')" = 2 ]; then
+                echo "the same tokens while GPUs are taken back" | tee -a "$logs/table.log"
+              else
+                echo "FAILED: other tokens while GPUs are taken back" | tee -a "$logs/table.log"
+                failed=1
+              fi ;;
+            *) usage ;;
+          esac
+          [ "$piece" = harvest ] || tee -a "$logs/table.log" <"$work/said"
+        done
+        tar -cf "$logs/eight.tar" -C "$work/eight" . ;;
       load)
         limit 400 . load load python3 "$root/tools/cuda/load.py" "$work/moeserve" "$work/bigcheckpoint" "${LOAD_FOLDER:-$work}" ${LOAD:-}
         cat "$work/said" ;;
