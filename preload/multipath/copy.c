@@ -260,7 +260,10 @@ static size_t enqueue_copy(Pending *f, Copy *c) {
   for (int i = 0; i < f->parts; i++) {
     Part *p = &f->part[i];
     CUresult result = own.cuStreamWaitValue32_v2(c->stream, (CUdeviceptr)(uintptr_t)p->set->word, p->value, 0);
-    while (result != SUCCESS && !reached(p->set, p->value)) nap(100000);
+    /* Refused, the host waits in the stream's place: for a part that a lost relay leaves to it, but not in a context
+       that is in error, where what follows in the stream is refused, too. */
+    for (int errors = 0; result != SUCCESS && !reached(p->set, p->value) && errors < CONFIRMED; nap(100000))
+      errors = works(own.cuStreamQuery(c->stream)) ? 0 : errors + 1;
   }
   c->pending = f;
   return at;
@@ -294,7 +297,7 @@ static Reason reserve(const Copy *c, const Facts *facts, Opaque context, unsigne
     f->kind = (f->to_device ? KINDS / 2 : 0) + (c->bytes >= 64 * MIB) + (c->bytes >= 256 * MIB);
     Reason why = choose_parts(t, f, c, facts, user);
     if (why != RELAYED) return why;
-    f->state = RESERVED;
+    f->state = RESERVED, f->errors = 0;
     f->direct = divide(t, f, c->bytes - LAST_BYTES);
     *pending = f;
     return RELAYED;
@@ -362,16 +365,16 @@ void relay_forget(CUdevice device) {
     while (opening || t->state == ASKED) pthread_cond_wait(&changed, &lock);
     time_t end = now() + FORGET_SECONDS;
     for (int i = 0; i < MAX_PENDING; i++)
-      while (t->copies[i].state != UNUSED && t->errors < CONFIRMED && now() < end) {
+      while (t->copies[i].state != UNUSED && t->copies[i].errors < CONFIRMED && now() < end) {
         pthread_mutex_unlock(&lock);
         nap(500000);
         pthread_mutex_lock(&lock);
       }
     /* What is left then, because the context is in error or its streams wait for the program, ends with it. */
     for (int i = 0; i < MAX_PENDING; i++)
-      if (t->copies[i].state == PENDING) t->copies[i].state = UNUSED, pending--;
+      if (t->copies[i].state == PENDING) release(&t->copies[i]);
     if (t->state == OPEN) close_target(t);
-    t->state = CLOSED, t->errors = t->refusals = 0;
+    t->state = CLOSED, t->told = 0;
     for (int d = 0; d < MAX_DEVICES; d++) relays[d].reaches &= ~(1ull << device);
   }
   pthread_mutex_unlock(&lock);

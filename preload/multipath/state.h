@@ -56,7 +56,7 @@ typedef struct {
   CUdeviceptr to, from;
   size_t bytes, chunks;
   int timed;
-  int errors; /* that the relay's context has returned in a row */
+  int errors, refusals; /* that the relay's context has returned in a row; of the part in a target that works */
 } Part;
 
 typedef struct Target Target;
@@ -66,6 +66,7 @@ typedef struct {
   Target *target;
   enum { UNUSED, RESERVED, PENDING } state;
   int ended; /* end was recorded */
+  int errors; /* passes in a row in which a part was to be made directly and the target's context was in error */
   int to_device, parts;
   int kind; /* by which rates are kept: direction and size */
   size_t bytes, direct;
@@ -79,7 +80,7 @@ struct Target {
   CUdevice device;
   Opaque context, direct; /* a stream for the parts of lost relays */
   time_t retry;
-  int errors, refusals; /* of its context in a row while a part is to be made directly; of a copy in one that works */
+  int told; /* that its context is in error */
   Pending copies[MAX_PENDING];
   /* Bytes a second by kind of copy, 0 if unknown: of its own link, and over each relay. */
   double rate[KINDS], over[MAX_DEVICES][KINDS];
@@ -122,6 +123,18 @@ static inline CUresult enter(Opaque context, Opaque *before) {
   if (result != SUCCESS) leave(*before);
   return result;
 }
+
+/* release ends a copy in progress; the lock is held. */
+static inline void release(Pending *f) {
+  for (int i = 0; i < f->parts; i++)
+    if (f->part[i].timed) f->part[i].set->timing = 0;
+  f->state = UNUSED;
+  pending--;
+  pthread_cond_broadcast(&changed);
+}
+
+/* works says whether a result is one of a context that is not in error. */
+static inline int works(CUresult result) { return result == SUCCESS || result == NOT_READY || result == 4 /* the process ends */; }
 
 static inline int reached(const Set *s, uint32_t value) { return (int32_t)(__atomic_load_n(s->word, __ATOMIC_ACQUIRE) - value) >= 0; }
 

@@ -14,13 +14,11 @@ unsigned long long measured;
 static pthread_t thread;
 static int running;
 
-/* works says whether a result is one of a context that is not in error. */
-static int works(CUresult result) { return result == SUCCESS || result == NOT_READY || result == 4 /* the process ends */; }
-
 /* finish_directly copies a part of a lost relay once the stream has come to the copy, and writes the word. Without the
    bytes there is no word, and nothing behind the copy begins: if the target's context is in error, too, the program
-   learns it from its own calls, and if an error was another context's, the next attempt succeeds. */
-static void finish_directly(Pending *f, Part *p) {
+   learns it from its own calls, and if an error was another context's, the next attempt succeeds. It returns what the
+   target's context has. */
+static CUresult finish_directly(Pending *f, Part *p) {
   Target *t = f->target;
   Opaque before;
   CUresult result = enter(t->context, &before), begun = result;
@@ -32,17 +30,14 @@ static void finish_directly(Pending *f, Part *p) {
     if (!works(result)) begun = own.cuEventQuery(f->begin);
     leave(before);
   }
-  t->errors = works(begun) ? 0 : t->errors + 1;
-  t->refusals = works(result) ? 0 : t->refusals + !t->errors;
-  if (t->errors == CONFIRMED)
-    fprintf(stderr, "moeserve-multipath: GPU %d, which relayed a copy, is lost, and CUDA reports error %d for GPU %d, too: the copy is not completed\n",
-            p->relay->device, begun, t->device);
-  if (t->refusals == REFUSALS) {
+  p->refusals = works(result) ? 0 : p->refusals + works(begun);
+  if (p->refusals == REFUSALS) {
     /* The target is there, and its bytes are not: the program would wait for ever. */
     fprintf(stderr, "moeserve-multipath: GPU %d, which relayed a copy, is lost, and the copy cannot be made directly (error %d): the program ends here\n",
             p->relay->device, result);
     abort();
   }
+  return begun;
 }
 
 /* dead asks the driver whether the context of a relay is lost. A relay that was given up because an operation was
@@ -82,7 +77,6 @@ static void measure(Pending *f) {
     Part *p = &f->part[i];
     p->relay->bytes += p->bytes;
     if (!p->timed) continue;
-    p->set->timing = 0;
     if (p->relay->state != READY || enter(p->relay->context, &before) != SUCCESS) continue;
     if (own.cuEventElapsedTime(&ms, p->set->begun, p->set->ended) == SUCCESS) average(&t->over[p->relay->device][f->kind], p->bytes, ms);
     leave(before);
@@ -92,18 +86,24 @@ static void measure(Pending *f) {
 /* advance looks at a copy in progress: its relays may be lost, it may have ended. */
 static void advance(Pending *f) {
   int left = 0;
+  CUresult target = SUCCESS;
   for (int i = 0; i < f->parts; i++) {
     Part *p = &f->part[i];
     if (reached(p->set, p->value)) continue;
     /* The word goes up by one at a time: it speaks for copies before this one, too. */
-    if (dead(p) && p->value == *p->set->word + 1) finish_directly(f, p);
+    if (dead(p) && p->value == *p->set->word + 1) {
+      CUresult now = finish_directly(f, p);
+      if (!works(now)) target = now;
+    }
     left |= !reached(p->set, p->value);
   }
-  if (left && f->target->errors >= HOPELESS) {
-    f->state = UNUSED;
-    pending--;
-    pthread_cond_broadcast(&changed);
+  f->errors = works(target) ? 0 : f->errors + 1;
+  if (f->errors == CONFIRMED && !f->target->told) {
+    f->target->told = 1;
+    fprintf(stderr, "moeserve-multipath: a GPU that relayed a copy is lost, and CUDA reports error %d for GPU %d, too: the copy is not completed\n",
+            target, f->target->device);
   }
+  if (left && f->errors >= HOPELESS) release(f);
   if (left || !f->ended) return;
   Opaque before;
   CUresult result = enter(f->target->context, &before);
@@ -113,9 +113,7 @@ static void advance(Pending *f) {
   }
   if (result == NOT_READY) return;
   measure(f);
-  f->state = UNUSED;
-  pending--;
-  pthread_cond_broadcast(&changed);
+  release(f);
 }
 
 static void *watch(void *unused) {

@@ -233,6 +233,11 @@ func TestLossShared(t *testing.T) {
 	}
 }
 
+// TestLossEnqueued: the error comes between two calls of one copy.
+func TestLossEnqueued(t *testing.T) {
+	build(t).run(t, []string{"STANDIN_SHARED=1"}, "loss-enqueued")
+}
+
 // TestLossDoubted: an error that the driver reports once is not taken for the loss of a relay, which still writes.
 func TestLossDoubted(t *testing.T) {
 	if said := build(t).run(t, []string{"STANDIN_RELAY_US=20000"}, "loss-doubted"); strings.Contains(said, "is lost") {

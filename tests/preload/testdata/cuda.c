@@ -501,7 +501,10 @@ int cuPointerGetAttributes(unsigned n, int *attributes, void **data, address at)
 
 /* ---- words and copies ---- */
 
+static int breaks_at_wait;
+void fake_break_at_wait(int device) { breaks_at_wait = device; }
 int cuStreamWaitValue32_v2(void *h, address at, uint32_t value, unsigned flags) {
+  if (breaks_at_wait) fake_break(breaks_at_wait), breaks_at_wait = 0;
   BEGIN
   END(flags || !find(at) ? INVALID : push(stream_of(h), (op){.kind = WAIT_VALUE, .to = at, .value = value}));
 }

@@ -45,7 +45,7 @@ typedef struct {
   int type, device, flags;
 } Right;
 int cuMemSetAccess(address, size_t, const Right *, size_t), fake_map(address *, size_t);
-void fake_break(int), fake_fail(const char *, int, int, int);
+void fake_break(int), fake_break_at_wait(int), fake_fail(const char *, int, int, int);
 
 static void fail(const char *what, long long got) {
   printf("%s: %lld\n", what, got);
@@ -377,6 +377,15 @@ static void loss_shared(void) {
   OK(cuDevicePrimaryCtxReset_v2(0));
 }
 
+/* The same error comes while a copy is being enqueued: the call returns, with the error. */
+static void loss_enqueued(void) {
+  warm();
+  fill(host, N, 7);
+  fake_break_at_wait(1);
+  int r = cuMemcpyHtoDAsync_v2(gpu, host, N, NULL);
+  if (r != 700) fail("cuMemcpyHtoDAsync", r);
+}
+
 /* A relay whose query fails once is not lost, and nobody writes what it still copies. */
 static void loss_doubted(void) {
   void *stream;
@@ -609,6 +618,7 @@ int main(int argc, char **argv) {
   else if (!strcmp(name, "resets")) resets();
   else if (!strcmp(name, "loss-beside")) loss_beside();
   else if (!strcmp(name, "loss-shared")) loss_shared();
+  else if (!strcmp(name, "loss-enqueued")) loss_enqueued();
   else if (!strcmp(name, "loss-doubted")) loss_doubted();
   else if (!strcmp(name, "stays")) stays();
   else if (!strcmp(name, "sleeps")) sleeps();
