@@ -268,15 +268,17 @@ func (p *Problem) inPlace(x *Policy, gpu *stepTimes) (Step, bool) {
 	}
 	t := p.decodeShape(x, false)
 	// Weights that are read over a link are not read from the GPU's memory.
-	resident := float64(x.ResidentExperts) / float64(m.ExpertCount())
+	resident, reading := float64(x.ResidentExperts)/float64(m.ExpertCount()), 0.0
 	for _, i := range []int{phaseUp, phaseDown} {
 		t[i].Seconds *= resident
+		reading += t[i].Seconds
 	}
 	s := Step{GPU: t.total(), HostLink: host, PeerLink: peer, Bound: BoundHostLink}
 	if peer > host {
 		s.Bound = BoundPeerLink
 	}
-	s.Seconds = s.GPU + max(host, peer)
+	// A launch reads a layer's experts from all memories at once.
+	s.Seconds = s.GPU - reading + max(reading, host, peer)
 	return s, true
 }
 
