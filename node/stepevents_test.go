@@ -45,8 +45,12 @@ func TestStepEvents(t *testing.T) {
 		for _, l := range step.Links {
 			copied += l.Bytes
 		}
+		listed := int64(0)
 		for _, f := range step.Fetched {
-			fetches += f[2]
+			listed += f[2]
+		}
+		if fetches += step.Fetches; listed != step.Fetches {
+			t.Errorf("step %d: %d fetches, and experts with %d", i, step.Fetches, listed)
 		}
 		layers := map[int64]int64{}
 		for _, r := range step.Routed {

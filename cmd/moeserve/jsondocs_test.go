@@ -567,7 +567,8 @@ var fieldDocs = map[string]string{
 	"sampled":           "tokens that it generated",
 	"Step.seconds":      "how long it took",
 	"predicted_seconds": "the planner's prediction of that; absent: the hardware is not known",
-	"fetched":           "experts that were fetched: `[layer, expert, fetches]` of each",
+	"Step.fetches":      "fetches of experts",
+	"fetched":           "experts that were fetched, in steps of up to 8 tokens: `[layer, expert, fetches]` of each",
 	"routed":            "experts of its tokens, in steps of up to 8 tokens: `[layer, expert, tokens]` of each",
 
 	// A machine.

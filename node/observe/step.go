@@ -32,7 +32,8 @@ type Step struct {
 	// Stalls are the compute stream's, in seconds by cause.
 	Stalls map[string]float64 `json:"stalls,omitempty"`
 	Links  []LinkUse          `json:"links,omitempty"`
-	// Fetched are the experts that were fetched, as [layer, expert, fetches].
+	// Fetches of experts; Fetched are these experts, as [layer, expert, fetches], in steps of up to 8 tokens.
+	Fetches int64      `json:"fetches,omitempty"`
 	Fetched [][3]int64 `json:"fetched,omitempty"`
 	// Routed are the experts of the step's tokens, as [layer, expert, tokens], in steps of up to 8 tokens.
 	Routed [][3]int64 `json:"routed,omitempty"`
@@ -91,13 +92,23 @@ func (o *Observer) Step(i engine.StepInfo) Step {
 	l.links = links
 	fetched, routed, numbers := o.p.Store.Fetches(), o.p.Store.RoutedTokens(), o.p.Store.LayerNumbers()
 	if follows {
-		s.Fetched = increased(fetched, l.fetched, numbers)
+		s.Fetches = sum(fetched) - sum(l.fetched)
 		if i.Tokens <= maxRoutedTokens {
+			s.Fetched = increased(fetched, l.fetched, numbers)
 			s.Routed = increased(routed, l.routed, numbers)
 		}
 	}
 	l.fetched, l.routed = fetched, routed
 	return s
+}
+
+func sum(counts [][]int64) (n int64) {
+	for _, layer := range counts {
+		for _, c := range layer {
+			n += c
+		}
+	}
+	return n
 }
 
 // increased are the experts whose counts have grown, as [layer, expert, by how many]; numbers are the model's of the layers.

@@ -391,7 +391,7 @@ export class Steps {
         number(s.seconds * 1e3, 2),
         s.predicted_seconds ? number(s.predicted_seconds * 1e3, 2) : "–",
         Object.entries(s.stalls ?? {}).map(([n, t]) => `${causes[n] ?? n} ${seconds(t)}`).join(", ") || "nothing",
-        [...(s.fetched ? [`${number(s.fetched.reduce((n, f) => n + f[2], 0))} experts`] : []), ...(s.links ?? []).map((l) => `${l.src} → ${l.dst} ${bytes(l.bytes)}`)].join(", ") || "nothing",
+        [...(s.fetches ? [`${number(s.fetches)} experts`] : []), ...(s.links ?? []).map((l) => `${l.src} → ${l.dst} ${bytes(l.bytes)}`)].join(", ") || "nothing",
       ]),
       "",
     );
