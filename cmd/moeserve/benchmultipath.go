@@ -41,6 +41,9 @@ type multipathOptions struct {
 	compete bool
 }
 
+// competitorEnds is how long a competitor that is to end may take before it is killed.
+const competitorEnds = 20 * time.Second
+
 // competitorBytes is the size of a competitor's copies: much less than what is measured.
 const competitorBytes = 16 << 20
 
@@ -241,7 +244,10 @@ func startCompetitor(ctx context.Context, s *streams, flags ...string) (*multipa
 	if err := cmd.Start(); err != nil {
 		return nil, err
 	}
-	return &multipath.Remote{Commands: in, Answers: out, Wait: cmd.Wait}, nil
+	return &multipath.Remote{Commands: in, Answers: out, Wait: func() error {
+		defer time.AfterFunc(competitorEnds, func() { cmd.Process.Kill() }).Stop() //nolint:errcheck // it has ended by itself
+		return cmd.Wait()
+	}}, nil
 }
 
 // compete copies as standard input says.

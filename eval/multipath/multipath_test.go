@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"io"
 	"math"
 	"slices"
@@ -425,5 +426,25 @@ func TestTrafficOfProcesses(t *testing.T) {
 	}
 	if !x.Processes {
 		t.Error("the result does not say that the others are processes")
+	}
+}
+
+// stubborn is a competitor that does not stop.
+type stubborn struct{ *multipath.Remote }
+
+func (s *stubborn) Stop(context.Context) error { return errors.New("it goes on") }
+
+// A competitor that cannot be stopped ends the measurement: what follows would be measured beside it.
+func TestTrafficThatGoesOn(t *testing.T) {
+	m := machine(t, 2, emulated.Options{})
+	o := multipath.Options{
+		Machine: m, GPU: device.HBM(0), Relays: []device.Space{device.HBM(1)}, Parts: []multipath.Part{multipath.TrafficPart}, Bytes: 32 << 20, LinkBytes: 4 << 20, Rounds: 1,
+		Others: func(context.Context, device.Space) (multipath.Competitor, error) {
+			r, _ := competitor(t)
+			return &stubborn{r}, nil
+		},
+	}
+	if err := multipath.Measure(t.Context(), o, &multipath.Result{}); err == nil || !strings.Contains(err.Error(), "it goes on") {
+		t.Errorf("the measurement ended with %v", err)
 	}
 }

@@ -2,6 +2,7 @@ package multipath
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -161,11 +162,11 @@ func (r *rig) besideOthers(ctx context.Context, d Direction, others []Competitor
 		return sum, nil
 	}
 	for _, x := range others {
-		idle, err := x.Bytes(ctx)
-		if err != nil {
+		var idle int64
+		if idle, err = x.Bytes(ctx); err != nil {
 			return nil, err
 		}
-		if err := x.Start(ctx, d); err != nil {
+		if err = x.Start(ctx, d); err != nil {
 			return nil, err
 		}
 		defer func() {
@@ -174,10 +175,10 @@ func (r *rig) besideOthers(ctx context.Context, d Direction, others []Competitor
 			}
 		}()
 		for now := idle; now == idle; { // until it copies
-			if now, err = x.Bytes(ctx); err != nil {
-				return nil, err
+			if now, err = x.Bytes(ctx); err == nil {
+				err = ctx.Err()
 			}
-			if err := ctx.Err(); err != nil {
+			if err != nil {
 				return nil, err
 			}
 		}
@@ -212,16 +213,20 @@ func (r *rig) competitors(ctx context.Context, s scene, known map[device.Space]C
 				return nil, err
 			}
 			known[gpu] = x
-			r.closers = append(r.closers, x.Close)
 		}
 		others = append(others, known[gpu])
 	}
 	return others, nil
 }
 
-func (r *rig) traffic(ctx context.Context) (*Traffic, error) {
+func (r *rig) traffic(ctx context.Context) (_ *Traffic, err error) {
 	t := &Traffic{Bytes: r.o.Bytes, Processes: r.o.Others != nil}
 	known := map[device.Space]Competitor{}
+	defer func() { // other parts are measured without the contexts of other processes
+		for _, x := range known {
+			err = errors.Join(err, x.Close())
+		}
+	}()
 	var cells []*cell
 	// set puts the medians of a cell into a point.
 	type set func(p *TrafficPoint, values []float64)
