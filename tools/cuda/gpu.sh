@@ -102,7 +102,7 @@
 #                 multipath, with fewer parts and rounds; sleep and wake of Mixtral over all links), and Mixtral with half of its experts
 #                 on all other GPUs, of which one is taken back every second (moeserve reclaim): throughput, equal tokens. EIGHT is the
 #                 model, EIGHT_LEN the tokens that each of its 324 sequences generates (default: 150), EIGHT_PARTS some of links, copies,
-#                 sleep and harvest; RELAYS as above
+#                 sleep and harvest; RELAYS as above (without GPUs it must be given, and EIGHT_GIB, the GiB that are to be free on each)
 #                 EMULATE, a value of --emulate, tries figures, harvest and eight without GPUs, with PAPER_FLAGS, HARVEST_FLAGS and EIGHT_FLAGS as further arguments
 #   load          loading a checkpoint of Qwen1.5-MoE's shape, written to LOAD_FOLDER (29 GB), as a share of the disk's
 #                 rate; LOAD are arguments for load.py
@@ -118,7 +118,7 @@ build() {
   out=$(mkdir -p "$1" && cd "$1" && pwd)
   cd "$root"
   work=$(mktemp -d)
-  trap 'rm -rf "$work"' EXIT
+  trap 'rm -rf "$work"; git -C "$root" worktree prune' EXIT
   for package in device/cuda device/cuda/nvml device/cuda/nvrtc transfer kernels/cuda kernels/cuda/internal/cublaslt kernels/cpu kvcache experts pipeline engine node cmd/moeserve; do
     tools/cuda/go.sh test -c -tags cuda -o "$work/${package//\//-}.test" "./$package"
   done
@@ -335,6 +335,7 @@ run() {
           --warmup-tokens 1 --trials 1 --json "$work/policy.json"
         tar -czf "$logs/predicted.tar.gz" -C "$work" here.json transfer.json sweep.json sweep.csv sweep.svg gains.svg policy.json ;;
       guard)
+        rm -f "$logs"/guard.json "$logs"/guard-base.json # of an earlier run, to which lines would be added
         limit 40 . guard links "$work/moeserve" bench transfer --device cuda --peers 1 --host-memory-gib "$host" --largest-mib 336 --json "$work/transfer.json"
         record=guard.json mixtral=(-batches 324,3240 -whole 'mixtral-8x7b@0,0.5p,1p')
         if [[ $gpu == *H100* ]]; then record=guard-h100.json mixtral=(-layers 16 -batches 324,1620 -whole 'mixtral-8x7b@0,0.5p'); fi
@@ -350,7 +351,7 @@ run() {
         fi
         python3 "$root/tools/cuda/guard.py" check "$root/tools/cuda/$record" "$logs/guard.json" "$work/transfer.json" 2>&1 | tee -a "$logs/table.log"
         [ "${PIPESTATUS[0]}" = 0 ] || failed=1
-        if [ -e "$logs/guard-base.json" ]; then
+        if [ -x "$work/node-base.test" ]; then
           python3 "$root/tools/cuda/guard.py" compare "$logs/guard-base.json" "$logs/guard.json" 2>&1 | tee -a "$logs/table.log"
           [ "${PIPESTATUS[0]}" = 0 ] || failed=1
         fi ;;
@@ -491,7 +492,8 @@ run() {
         others=$(relays)
         links=$(($(tr -cd , <<<"$others" | wc -c) + 2)) # the other GPUs', and the computing one's
         model=${EIGHT:-mixtral-8x7b --load-format dummy}
-        most=${EIGHT_GIB:-$(($(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -1) / 1024 - 2))} # of a GPU, so that it keeps next to nothing
+        total=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -1)
+        most=${EIGHT_GIB:-$((${total:-0} / 1024 - 2))} # GiB of a GPU: less than that are left to moeserve
         mkdir -p "$work/eight" "$work/run"
         chmod 700 "$work/run"
         for piece in ${EIGHT_PARTS:-links copies sleep harvest}; do
