@@ -1,6 +1,7 @@
 package grammar
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"maps"
@@ -9,6 +10,8 @@ import (
 
 // ErrTooLarge: a grammar needs more states than are allowed.
 var ErrTooLarge = errors.New("it needs too many states: shorten it, or lower the numbers of repetitions (minLength, maxLength, minItems, maxItems, {m,n})")
+
+var errNoText = errors.New("no text fits it")
 
 // Limits of what a grammar may need. They keep compilation well below a second, and its memory below 64 MiB.
 const (
@@ -25,6 +28,7 @@ type node struct {
 	edges  []edge // by bytes, disjoint
 	calls  []call
 	accept bool // the rule may end here
+	place  int32
 }
 
 // edge reads a byte from lo to hi.
@@ -44,16 +48,70 @@ type compiler struct {
 	queue  []*Rule
 	sizes  map[*Rule]int // of those that are inlined; 0: being measured, -1: not inlined
 	nfa    []fragment
+	// machines are those of intersections.
+	machines map[*intersection]machine
+	// copies: all rules are inlined.
+	copies bool
+	// places are those of nodes, which have the index, and index is by place. place is where errors are: that of the rule
+	// that is being compiled, or measured.
+	places []string
+	index  map[string]int32
+	place  string
+	// within is the place of the inlined rule that is being emitted, and called that of rules where they are called first.
+	within string
+	called map[*Rule]string
 	depth  int
 	work   int
 	err    error
 }
 
+func newCompiler() *compiler {
+	return &compiler{starts: map[*Rule]int32{}, sizes: map[*Rule]int{}, machines: map[*intersection]machine{}, index: map[string]int32{}, called: map[*Rule]string{}}
+}
+
 // spend counts states that are looked at.
 func (c *compiler) spend(states int) {
 	if c.work += states; c.work > maxWork {
-		c.fail(ErrTooLarge)
+		c.tooLarge()
 	}
+}
+
+// tooLarge fails with ErrTooLarge, at the place of what is being compiled.
+func (c *compiler) tooLarge() { c.fail(placed(c.place, ErrTooLarge)) }
+
+// tooLargeInAll fails with ErrTooLarge, at the place with the most nodes.
+func (c *compiler) tooLargeInAll() {
+	sizes := make([]int, len(c.places))
+	largest := 0
+	for i := range c.nodes {
+		p := c.nodes[i].place
+		if sizes[p]++; sizes[p] > sizes[largest] {
+			largest = int(p)
+		}
+	}
+	place := c.places[largest]
+	if place != "" && sizes[largest] <= maxNodes/2 {
+		place += ", the largest part"
+	}
+	c.fail(placed(place, ErrTooLarge))
+}
+
+func placed(place string, err error) error {
+	if place == "" {
+		return err
+	}
+	return fmt.Errorf("%s: %w", place, err)
+}
+
+// newNode adds a node of a place.
+func (c *compiler) newNode(place string) int32 {
+	p, ok := c.index[place]
+	if !ok {
+		p = int32(len(c.places))
+		c.index[place], c.places = p, append(c.places, place)
+	}
+	c.nodes = append(c.nodes, node{place: p})
+	return int32(len(c.nodes) - 1)
 }
 
 // fragment is a state of an automaton that is not deterministic.
@@ -68,31 +126,31 @@ type ruleCall struct {
 	to   int32
 }
 
-// compile returns the nodes of a grammar, of which the first one is the start.
-func compile(root Expr) ([]node, error) {
+// compile returns the nodes of a grammar, of which the first one is the start, and the places that they refer to.
+func compile(root Expr) ([]node, []string, error) {
 	top := &Rule{Name: "root", Body: root}
-	c := &compiler{starts: map[*Rule]int32{}, sizes: map[*Rule]int{}}
+	c := newCompiler()
 	c.start(top)
 	for len(c.queue) > 0 && c.err == nil {
 		r := c.queue[0]
 		c.queue = c.queue[1:]
 		c.rule(r)
 	}
+	c.place = ""
 	if c.err == nil {
 		c.err = c.prune()
 	}
 	if c.err == nil {
 		c.err = c.leftRecursion()
 	}
-	return c.nodes, c.err
+	return c.nodes, c.places, c.err
 }
 
 // start is the first node of a rule.
 func (c *compiler) start(r *Rule) int32 {
 	at, ok := c.starts[r]
 	if !ok {
-		at = int32(len(c.nodes))
-		c.nodes = append(c.nodes, node{})
+		at = c.newNode(cmp.Or(r.Place, c.called[r]))
 		c.starts[r] = at
 		c.queue = append(c.queue, r)
 	}
@@ -139,6 +197,8 @@ func (c *compiler) size(e Expr) int {
 				break
 			}
 		}
+	case *intersection:
+		n += len(c.machine(e))
 	case *Rule:
 		n += max(c.inlined(e), 1)
 	}
@@ -154,7 +214,10 @@ func (c *compiler) inlined(r *Rule) int {
 		return c.sizes[r]
 	}
 	c.sizes[r] = 0
+	outer := c.place
+	c.place = cmp.Or(r.Place, outer)
 	n := c.size(r.Body)
+	c.place = outer
 	if c.sizes[r] < 0 || n > inlineSize {
 		n = -1
 	}
@@ -164,6 +227,8 @@ func (c *compiler) inlined(r *Rule) int {
 
 // rule makes the nodes of a rule, by the subset construction.
 func (c *compiler) rule(r *Rule) {
+	c.place = c.places[c.nodes[c.starts[r]].place]
+	c.within = c.place
 	c.nfa = append(c.nfa[:0], fragment{}, fragment{})
 	c.emit(r.Body, 0, 1)
 	if c.err != nil {
@@ -178,16 +243,15 @@ func (c *compiler) rule(r *Rule) {
 		}
 		at, ok := sets[string(key)]
 		if !ok {
-			at = int32(len(c.nodes))
 			if len(sets) == 0 {
 				at = c.starts[r]
 			} else {
-				c.nodes = append(c.nodes, node{})
+				at = c.newNode(c.place)
 			}
 			sets[string(key)] = at
 			work = append(work, set)
 			if len(c.nodes) > maxNodes {
-				c.fail(ErrTooLarge)
+				c.tooLargeInAll()
 			}
 		}
 		return at
@@ -198,7 +262,7 @@ func (c *compiler) rule(r *Rule) {
 	for i := 0; i < len(work) && c.err == nil; i++ {
 		set := work[i]
 		if total += len(set); total > 16*maxNodes {
-			c.fail(ErrTooLarge)
+			c.tooLarge()
 		}
 		var n node
 		var edges []edge
@@ -230,6 +294,7 @@ func (c *compiler) rule(r *Rule) {
 			}
 			at = sets[string(key)]
 		}
+		n.place = c.nodes[at].place
 		c.nodes[at] = n
 	}
 }
@@ -298,7 +363,7 @@ func (c *compiler) closure(from []int32, marks []bool) []int32 {
 
 func (c *compiler) fragment() int32 {
 	if len(c.nfa) >= maxFragments {
-		c.fail(ErrTooLarge)
+		c.tooLarge()
 	}
 	c.nfa = append(c.nfa, fragment{})
 	return int32(len(c.nfa) - 1)
@@ -347,14 +412,22 @@ func (c *compiler) emit(e Expr, from, to int32) {
 		c.repeat(e, from, to)
 	case *separated:
 		c.separated(e, from, to)
+	case *intersection:
+		c.emitMachine(c.machine(e), from, to)
 	case *Rule:
 		if e.Body == nil {
 			c.fail(fmt.Errorf("rule %s is not defined", e.Name))
 			return
 		}
-		if c.inlined(e) > 0 {
+		if c.copies || c.inlined(e) > 0 {
+			outer := c.within
+			c.within = cmp.Or(e.Place, outer)
 			c.emit(e.Body, from, to)
+			c.within = outer
 			return
+		}
+		if _, ok := c.called[e]; !ok {
+			c.called[e] = c.within
 		}
 		c.nfa[from].calls = append(c.nfa[from].calls, ruleCall{e, to})
 	default:
@@ -436,7 +509,7 @@ func (c *compiler) prune() error {
 		return c.err
 	}
 	if !ends[0] {
-		return errors.New("no text fits it")
+		return errNoText
 	}
 	for i := range c.nodes {
 		n := &c.nodes[i]

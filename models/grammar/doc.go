@@ -4,10 +4,11 @@
 //
 // # How it works
 //
-// An Expr describes texts by their bytes. Rules, which may be recursive, are Exprs with a name. New compiles each rule to a
-// deterministic automaton over bytes and calls of other rules, so a grammar is a pushdown automaton. What has been read
-// is a state: a set of configurations, each a node and the stack of nodes to return to. States are made and kept as
-// texts reach them (a lazy DFA), so that reading a byte again is one load.
+// An Expr describes texts by their bytes. Rules, which may be recursive, are Exprs with a name. New compiles each rule
+// to a deterministic automaton over bytes and calls of other rules, so a grammar is a pushdown automaton; an
+// intersection (All) is the product of the automata of its parts. What has been read is a state: a set of
+// configurations, each a node and the stack of nodes to return to. States are made and kept as texts reach them (a lazy
+// DFA), so that reading a byte again is one load.
 //
 // A mask has a bit for each token. For one node alone, of which the stack is not known, the tokens that stay within its
 // rule are found once, by a walk through the vocabulary's trie with that node's states; tokens that leave the rule are

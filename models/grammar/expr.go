@@ -27,6 +27,8 @@ type (
 type Rule struct {
 	Name string
 	Body Expr
+	// Place is where its texts are described, such as "at #/items", for errors; "": where the rule is that contains it.
+	Place string
 }
 
 // Item is an element of Separated.

@@ -16,7 +16,8 @@ type Grammar struct {
 	computing [64]sync.Mutex // of the masks of nodes, by node: sequences that begin alike need the same ones at the same time
 	firstMask atomic.Pointer[mask]
 	maskBytes atomic.Int64
-	ambiguous atomic.Bool
+	ambiguous atomic.Pointer[string]
+	places    []string // of nodes
 }
 
 // ErrAmbiguous: so many readings of a text begin alike that masks would take too long.
@@ -35,11 +36,11 @@ type nodeMask struct {
 
 // New compiles a grammar. Without a vocabulary it can match texts, and has no masks.
 func New(root Expr, v *Vocabulary) (*Grammar, error) {
-	nodes, err := compile(root)
+	nodes, places, err := compile(root)
 	if err != nil {
 		return nil, err
 	}
-	g := &Grammar{a: newAutomaton(nodes), v: v, alone: make([]atomic.Pointer[nodeMask], len(nodes))}
+	g := &Grammar{a: newAutomaton(nodes), places: places, v: v, alone: make([]atomic.Pointer[nodeMask], len(nodes))}
 	if s := g.a.start(); len(s.configs) == 0 {
 		return nil, errors.New("only the empty text fits it")
 	}
@@ -49,12 +50,22 @@ func New(root Expr, v *Vocabulary) (*Grammar, error) {
 // Nodes is the size of the grammar's automata.
 func (g *Grammar) Nodes() int { return len(g.a.nodes) }
 
-// Err is ErrAmbiguous once a mask has taken too long.
+// Err is ErrAmbiguous once a mask has taken too long, with the place of a rule that the text is in.
 func (g *Grammar) Err() error {
-	if g.ambiguous.Load() {
-		return ErrAmbiguous
+	if place := g.ambiguous.Load(); place != nil {
+		return placed(*place, ErrAmbiguous)
 	}
 	return nil
+}
+
+// placeOf a state is that of its first node that has one.
+func (g *Grammar) placeOf(s *state) *string {
+	for _, c := range s.configs {
+		if place := &g.places[g.a.nodes[c.node].place]; *place != "" {
+			return place
+		}
+	}
+	return new(string)
 }
 
 // Words is that of the vocabulary; 0: there is none.
@@ -130,7 +141,7 @@ func (m *Matcher) Mask() []uint32 {
 		k = w.maskOf(m.at)
 	}
 	if w.work > maxMaskWork {
-		m.g.ambiguous.Store(true)
+		m.g.ambiguous.Store(m.g.placeOf(m.at))
 		k = &mask{make([]uint32, m.g.v.words)}
 	}
 	kept.Store(k)

@@ -73,25 +73,27 @@ func TestRegex(t *testing.T) {
 	}
 }
 
-// TestRegexAgainstGo compares random expressions over few characters with package regexp.
+// randomPattern is a regular expression over few characters.
+func randomPattern(r *rand.Rand, depth int) string {
+	sub := func() string { return randomPattern(r, depth-1) }
+	switch n := r.IntN(8); {
+	case depth == 0 || n < 3:
+		return []string{"a", "b", "é", "[ab]", "[^a]", "."}[r.IntN(6)]
+	case n < 5:
+		return sub() + sub()
+	case n < 6:
+		return "(" + sub() + "|" + sub() + ")"
+	case n < 7:
+		return "(" + sub() + ")" + []string{"*", "+", "?", "{2}", "{1,3}"}[r.IntN(5)]
+	}
+	return "(" + sub() + ")"
+}
+
+// TestRegexAgainstGo compares random expressions with package regexp.
 func TestRegexAgainstGo(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
-	var random func(depth int) string
-	random = func(depth int) string {
-		switch n := r.IntN(8); {
-		case depth == 0 || n < 3:
-			return []string{"a", "b", "é", "[ab]", "[^a]", "."}[r.IntN(6)]
-		case n < 5:
-			return random(depth-1) + random(depth-1)
-		case n < 6:
-			return "(" + random(depth-1) + "|" + random(depth-1) + ")"
-		case n < 7:
-			return "(" + random(depth-1) + ")" + []string{"*", "+", "?", "{2}", "{1,3}"}[r.IntN(5)]
-		}
-		return "(" + random(depth-1) + ")"
-	}
 	for range 300 {
-		pattern := random(4)
+		pattern := randomPattern(r, 4)
 		e, err := Regex(pattern)
 		if err != nil {
 			t.Fatalf("%s: %v", pattern, err)
@@ -102,13 +104,110 @@ func TestRegexAgainstGo(t *testing.T) {
 		}
 		whole := regexp.MustCompile("^(?:" + pattern + ")$")
 		for range 100 {
-			var text string
-			for range r.IntN(8) {
-				text += []string{"a", "b", "é", "c", "\n"}[r.IntN(5)]
-			}
+			text := randomText(r)
 			if got, want := g.Match(text), whole.MatchString(text); got != want {
 				t.Fatalf("%s matches %q: %v, want %v", pattern, text, got, want)
 			}
+		}
+	}
+}
+
+func randomText(r *rand.Rand) (text string) {
+	for range r.IntN(8) {
+		text += []string{"a", "b", "é", "c", "\n"}[r.IntN(5)]
+	}
+	return text
+}
+
+// TestAll compares what fits random expressions, and numbers of characters or of other units, with package regexp.
+func TestAll(t *testing.T) {
+	r := rand.New(rand.NewPCG(3, 4))
+	for range 400 {
+		patterns := []string{randomPattern(r, 4), randomPattern(r, 3)}
+		unit, least := []string{"(?s:.)", "(ab|é|c)", "(a|ab)", "a*b", "()"}[max(r.IntN(9)-4, 0)], r.IntN(4)
+		most := least + r.IntN(5)
+		patterns = append(patterns, fmt.Sprintf("(%s){%d,%d}", unit, least, most))
+		if r.IntN(3) == 0 {
+			patterns[2] = fmt.Sprintf("(%s){%d,}", unit, least)
+			most = -1
+		}
+		var parts []Expr
+		for _, p := range append(patterns[:2:2], unit) {
+			e, err := Regex(p)
+			if err != nil {
+				t.Fatalf("%s: %v", p, err)
+			}
+			parts = append(parts, e)
+		}
+		parts[2] = Repeat(parts[2], least, most)
+		r.Shuffle(3, func(i, j int) { parts[i], parts[j] = parts[j], parts[i] })
+		// In a row, so that where it ends is told, too.
+		g, err := New(Seq(All(parts...), Optional(Seq(Literal("\xff"), All(All(parts[:2]...), parts[2])))), bytesAnd())
+		if err != nil {
+			if err.Error() != errNoText.Error() && err.Error() != "only the empty text fits it" {
+				t.Fatalf("%q: %v", patterns, err)
+			}
+			g = nil
+		}
+		fits := func(text string) bool {
+			for _, p := range patterns {
+				if !regexp.MustCompile("^(?:" + p + ")$").MatchString(text) {
+					return false
+				}
+			}
+			return true
+		}
+		for range 60 {
+			text := randomText(r)
+			want := fits(text)
+			if g == nil {
+				if want && text != "" {
+					t.Fatalf("%q: nothing fits, and %q does", patterns, text)
+				}
+				continue
+			}
+			if got := g.Match(text); got != want {
+				t.Fatalf("%q: %q fits: %v, want %v", patterns, text, got, want)
+			}
+			if got := g.Match(text + "\xff" + text); got != want {
+				t.Fatalf("%q: %q fits twice: %v, want %v", patterns, text, got, want)
+			}
+		}
+		if g == nil {
+			continue
+		}
+		m, text := g.Matcher(), ""
+		for n := 0; n < 200 && !m.MayEnd(); n++ {
+			var next []byte
+			for b := range 256 {
+				if m.Mask()[b/32]>>(b%32)&1 != 0 {
+					next = append(next, byte(b))
+				}
+			}
+			if len(next) == 0 {
+				t.Fatalf("%q: nothing may follow %q", patterns, text)
+			}
+			b := next[r.IntN(len(next))]
+			m.Accept(int32(b))
+			text += string([]byte{b})
+		}
+		if m.MayEnd() && !strings.Contains(text, "\xff") && !fits(text) {
+			t.Fatalf("%q: %q is written", patterns, text)
+		}
+	}
+	huge := All(Repeat(Runes('a', 'a'), 0, 1<<19), Seq(Literal("aaa"), Repeat(Runes('a', 'b'), 0, 3)))
+	if g, err := New(huge, nil); err != nil || g.Nodes() > 8 || !g.Match("aaaa") || g.Match("aaab") {
+		t.Errorf("%v", err)
+	}
+	for name, c := range map[string]struct {
+		of   Expr
+		want string
+	}{
+		"product": {&Rule{Name: "x", Place: "at x", Body: All(Repeat(Runes('a', 'b'), 0, 1<<19), Repeat(Runes('b', 'c'), 0, -1))}, "at x: it needs too many states"},
+		"counter": {All(Repeat(Runes('a', 'b'), 0, 1<<30), Literal("a")), "it needs too many states"},
+	} {
+		if _, err := New(Seq(c.of, Literal("x")), nil); !errors.Is(err, ErrTooLarge) || !strings.HasPrefix(err.Error(), c.want) {
+			t.Errorf("%s: %v", name, err)
 		}
 	}
 }

@@ -45,8 +45,16 @@ func TestAmbiguous(t *testing.T) {
 	if d := time.Since(began); d > 20*time.Second { // minutes without a limit
 		t.Errorf("a mask took %v", d)
 	}
-	if !errors.Is(g.Err(), ErrAmbiguous) {
+	if !errors.Is(g.Err(), ErrAmbiguous) || g.Err().Error() != ErrAmbiguous.Error() {
 		t.Errorf("error %v", g.Err())
+	}
+	named, err := New(&Rule{Name: "x", Place: "at x", Body: e}, letters(3000))
+	if err != nil {
+		t.Fatal(err)
+	}
+	named.Matcher().Mask()
+	if err := named.Err(); !errors.Is(err, ErrAmbiguous) || !strings.HasPrefix(err.Error(), "at x: ") {
+		t.Errorf("error %v, want one with the place", err)
 	}
 	for _, b := range "aznbycxmowpkqjl" {
 		if !m.Accept(b) {

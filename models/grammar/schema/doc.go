@@ -3,12 +3,12 @@
 //
 // # What is supported
 //
-// type, enum, const; properties, required, additionalProperties, and maxProperties and minProperties of 1 where no property
-// is declared; items, prefixItems, minItems, maxItems; minLength, maxLength, pattern, and format of date-time, date, time,
-// duration, email, hostname, ipv4, ipv6 and uuid; minimum, maximum, exclusiveMinimum, exclusiveMaximum, multipleOf of few
-// digits; anyOf, allOf, oneOf where no value can fit two of its schemas; $ref to parts of the same document, also recursive
-// ones; OpenAPI's nullable. Annotations and unknown members mean nothing. All other keywords that restrict values are
-// refused, with their place.
+// type, enum, const; properties, required, additionalProperties, and maxProperties and minProperties of 1 where no
+// property is declared; items, prefixItems, minItems, maxItems; minLength, maxLength, pattern, and format of date-time,
+// date, time, duration, email, hostname, ipv4, ipv6 and uuid, all of them together too; minimum, maximum,
+// exclusiveMinimum, exclusiveMaximum, multipleOf of few digits; anyOf, allOf, oneOf where no value can fit two of its
+// schemas; $ref to parts of the same document, also recursive ones; OpenAPI's nullable. Annotations and unknown members
+// mean nothing. All other keywords that restrict values are refused, with their place.
 //
 // # What is written
 //
@@ -25,7 +25,8 @@
 // # Invariants
 //
 //   - Every text of the grammar is one JSON value, without white space around it, that the schema allows.
-//   - A schema that is refused names the keyword and its place, as a JSON pointer.
+//   - A schema that is refused names the keyword and its place, as a JSON pointer. grammar.New names the place of what
+//     needs too many states, and its keyword where it is a string.
 //
 // # Example
 //

@@ -1,6 +1,7 @@
 package schema
 
 import (
+	"errors"
 	"fmt"
 	"net/url"
 	"slices"
@@ -127,7 +128,8 @@ type compiler struct {
 	space      grammar.Expr
 	comma      grammar.Expr
 	rules      map[string]*grammar.Rule
-	open       map[string]bool // schemas whose alternatives are being looked for
+	strings    map[string]grammar.Expr // by their keywords
+	open       map[string]bool         // schemas whose alternatives are being looked for
 	everything *grammar.Rule
 	depth      int
 	reads      int // of schemas
@@ -135,7 +137,7 @@ type compiler struct {
 }
 
 func newCompiler(root any, o Options) *compiler {
-	c := &compiler{root: root, o: o, rules: map[string]*grammar.Rule{}, open: map[string]bool{}, space: o.Space}
+	c := &compiler{root: root, o: o, rules: map[string]*grammar.Rule{}, strings: map[string]grammar.Expr{}, open: map[string]bool{}, space: o.Space}
 	switch {
 	case o.Compact:
 		c.space = grammar.Seq()
@@ -245,7 +247,7 @@ func (c *compiler) value(of all) (grammar.Expr, error) {
 	if len(c.rules) >= maxRules {
 		return nil, of[0].fail("", "the schema has more than %d parts", maxRules)
 	}
-	r := &grammar.Rule{Name: key}
+	r := &grammar.Rule{Name: key, Place: "at " + of[0].path}
 	c.rules[key] = r
 	// A reference alone is the rule of what it refers to.
 	if o, ok := of[0].value.(*object); ok && len(of) == 1 && o.has("$ref") && !slices.ContainsFunc(o.names, func(n string) bool { return n != "$ref" && !slices.Contains(ignored, n) }) && o.get("nullable") == nil {
@@ -341,6 +343,7 @@ func (c *compiler) alternative(s *shape) (grammar.Expr, error) {
 func (c *compiler) enum(s *shape) (grammar.Expr, error) {
 	rest := *s
 	rest.hasEnum, rest.enum, rest.stated = false, nil, true
+	rest.minLength, rest.maxLength = 0, -1 // compared below, without an automaton
 	strict := newCompiler(c.root, Options{Compact: true, Open: true})
 	var fits *grammar.Grammar
 	if s.implied != 0 {
@@ -353,12 +356,19 @@ func (c *compiler) enum(s *shape) (grammar.Expr, error) {
 			return nil, err
 		}
 		c.reads, c.enums = strict.reads, strict.enums
-		if fits, err = grammar.New(e, nil); err != nil {
+		if fits, err = grammar.New(e, nil); errors.Is(err, grammar.ErrTooLarge) {
+			return nil, located{path: s.path}.fail("enum", "the keywords beside it need too many states: lower their numbers (minItems, maxItems, {m,n}), or leave them out")
+		} else if err != nil {
 			return grammar.Any(), nil //nolint:nilerr // nothing fits the rest
 		}
 	}
 	var texts []string
 	for _, v := range s.enum {
+		if x, ok := v.(string); ok {
+			if n := utf8.RuneCountInString(x); n < s.minLength || s.maxLength >= 0 && n > s.maxLength {
+				continue
+			}
+		}
 		t := text(v)
 		if s.types&typeOf(v) == 0 || fits != nil && s.implied&typeOf(v) != 0 && !fits.Match(t) {
 			continue
@@ -369,33 +379,58 @@ func (c *compiler) enum(s *shape) (grammar.Expr, error) {
 }
 
 func (c *compiler) string(s *shape) (grammar.Expr, error) {
-	limited := s.minLength > 0 || s.maxLength >= 0
-	l := located{path: s.path}
-	switch n := len(s.patterns) + len(s.formats); {
-	case n > 1:
-		return nil, l.fail(patternOrFormat(s), "it is not supported beside another pattern or format")
-	case n == 1 && limited:
-		return nil, l.fail(patternOrFormat(s), "it is not supported beside minLength and maxLength: say the length in the pattern, as in ^.{1,20}$")
-	case len(s.formats) == 1:
-		return quoted(formats[s.formats[0]]), nil
-	case len(s.patterns) == 1:
-		p, err := grammar.ParsePattern(s.patterns[0])
-		if err != nil {
-			return nil, l.fail("pattern", "%v", err)
-		}
-		return quoted(p.Within(charsOf, anyChar)), nil
-	}
 	if s.maxLength >= 0 && s.maxLength < s.minLength {
 		return grammar.Any(), nil
 	}
-	return quoted(grammar.Repeat(anyChar, s.minLength, s.maxLength)), nil
+	var parts []grammar.Expr
+	var keywords []string
+	for i, text := range s.patterns {
+		p, err := grammar.ParsePattern(text)
+		if err != nil {
+			return nil, located{path: s.path}.fail("pattern", "%v", err)
+		}
+		parts, keywords = append(parts, p.Within(charsOf, anyChar)), append(keywords, another("pattern", i))
+	}
+	for i, f := range s.formats {
+		parts, keywords = append(parts, formats[f]), append(keywords, another("format", i))
+	}
+	if s.minLength > 0 || s.maxLength >= 0 {
+		parts = append(parts, grammar.Repeat(anyChar, s.minLength, s.maxLength))
+	}
+	if s.minLength > 0 {
+		keywords = append(keywords, "minLength")
+	}
+	if s.maxLength >= 0 {
+		keywords = append(keywords, "maxLength")
+	}
+	place := ""
+	switch len(keywords) {
+	case 0:
+		return quoted(grammar.Repeat(anyChar, 0, -1)), nil
+	case 1:
+		place = keywords[0] + " at " + s.path
+	default:
+		place = keywords[0] + " beside " + strings.Join(keywords[1:], " and ") + " at " + s.path
+	}
+	of := parts[0]
+	if len(parts) > 1 || len(s.patterns) > 0 { // a pattern alone so that one with too many states is told from what is around it
+		// A value that fits all parts is a text of each in the same spelling: that of patterns, which others have, too.
+		// Equal ones are one, which is compiled once.
+		key := fmt.Sprintf("%q %q %d %d", s.patterns, s.formats, s.minLength, s.maxLength)
+		if c.strings[key] == nil {
+			c.strings[key] = grammar.All(parts...)
+		}
+		of = c.strings[key]
+	}
+	return &grammar.Rule{Name: "string", Body: quoted(of), Place: place}, nil
 }
 
-func patternOrFormat(s *shape) string {
-	if len(s.patterns) > 0 {
-		return "pattern"
+// another is how errors call the keywords of a name that hold together.
+func another(keyword string, i int) string {
+	if i > 0 {
+		return "another " + keyword
 	}
-	return "format"
+	return keyword
 }
 
 func (c *compiler) array(s *shape) (grammar.Expr, error) {

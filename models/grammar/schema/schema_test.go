@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"math/rand/v2"
+	"regexp"
 	"strings"
 	"testing"
 
@@ -39,6 +40,16 @@ func TestCompile(t *testing.T) {
 		{`{"type": "string", "minLength": 2, "maxLength": 3}`, []string{`"é\n"`, `"abc"`, `"\u00e9ab"`, `"😀😀"`}, []string{`"a"`, `"abcd"`}},
 		{`{"type": "string", "pattern": "^[A-Z]{2}-\\d+$"}`, []string{`"AB-1"`}, []string{`"AB-"`, `"xAB-1"`}},
 		{`{"type": "string", "pattern": "a\"b"}`, []string{`"a\"b"`, `"xa\"by"`}, []string{`"ab"`}},
+		{`{"type": "string", "pattern": "^[a-z]+(-[a-z]+)*$", "minLength": 2, "maxLength": 5}`, []string{`"ab"`, `"a-b-c"`, `"abcde"`}, []string{`"a"`, `"abcdef"`, `"a-b-"`, `"-ab"`}},
+		{`{"type": "string", "pattern": "x.y", "maxLength": 4}`, []string{`"xéy"`, `"xx😀y"`, `"x\"y\n"`, `"\u00e9x y"`}, []string{`"xy"`, `"aaxby"`, `"x\ny"`, `"\u00e9x yz"`}},
+		{`{"type": "string", "pattern": "\\S\n", "minLength": 4}`, []string{`"aab\n"`, `"b\n\\\""`}, []string{`"ab\n"`, `"   \n"`}},
+		{`{"type": "string", "pattern": "^[A-Z]{2,3}$", "maxLength": 100000}`, []string{`"AB"`, `"ABC"`}, []string{`"ABCD"`, `"A"`}},
+		{`{"type": "string", "pattern": "[0-9]", "minLength": 3, "allOf": [{"pattern": "[a-z]"}, {"pattern": "^\\S*$", "maxLength": 4}]}`, []string{`"a12"`, `"ü0z"`, `"1\"a\\"`}, []string{`"123"`, `"abc"`, `"a1"`, `"a1 b"`, `"ab123"`}},
+		{`{"type": "string", "format": "date", "pattern": "^2", "allOf": [{"pattern": "-29$"}]}`, []string{`"2024-02-29"`}, []string{`"1996-02-29"`, `"2024-02-28"`, `"2023-02-29"`}},
+		{`{"type": "string", "format": "hostname", "minLength": 3, "maxLength": 7}`, []string{`"a.b"`, `"abc-d.e"`}, []string{`"ab"`, `"abcdefgh"`, `"a.-"`}},
+		{`{"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^a{5}$", "maxLength": 4}]}`, []string{`null`}, []string{`"aaaaa"`, `"aaaa"`}},
+		{`{"enum": ["ab", "aéc", "ABC", "abcd", 1], "pattern": "^[a-zé]+$", "minLength": 3, "allOf": [{"maxLength": 3}]}`, []string{`"aéc"`, `1`}, []string{`"ab"`, `"ABC"`, `"abcd"`}},
+		{`{"enum": ["a", "b"], "pattern": "a", "maxLength": 100000}`, []string{`"a"`}, []string{`"b"`}},
 		{`{"type": "string", "format": "date"}`, []string{`"2024-02-29"`, `"2023-12-31"`}, []string{`"2023-02-29"`, `"2023-13-01"`, `"1900-02-29"`}},
 		{`{"type": "string", "format": "uri", "minLength": 1}`, []string{`"x"`}, []string{`""`}},
 		{`{"anyOf": [{"type": "string"}, {"type": "null"}], "title": "x", "default": null}`, []string{`"x"`, `null`}, []string{`1`}},
@@ -106,19 +117,18 @@ func TestRefused(t *testing.T) {
 		`{"$ref": "https://example.com/a"}`:                      "only references within the schema",
 		`{"$ref": "#"}`:                                          "$ref at #: it refers to itself",
 		`{"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}`: "refers to itself",
-		`{"allOf": [{"$ref": "#"}]}`:                         "refers to itself",
-		`{"oneOf": [{"type": "string"}, {"maxLength": 3}]}`:  "oneOf at #: the schemas 0 and 1 may both fit",
-		`{"type": "string", "pattern": "a", "maxLength": 3}`: "pattern at #: it is not supported beside minLength",
-		`{"type": "string", "pattern": "(?=a)"}`:             "pattern at #: lookahead",
-		`{"type": "string", "pattern": 1}`:                   "it must be a string",
-		`{"type": "array", "items": [{}]}`:                   "use prefixItems",
-		`{"minimum": "1"}`:                                   "minimum at #: it must be a number",
-		`{"maxLength": -1}`:                                  "not negative",
-		`{"enum": 1}`:                                        "it must be a list",
-		`{"anyOf": []}`:                                      "and not empty",
-		`[]`:                                                 "a schema must be an object",
-		`{`:                                                  "not valid JSON",
-		`{} {}`:                                              "more behind the schema",
+		`{"allOf": [{"$ref": "#"}]}`:                        "refers to itself",
+		`{"oneOf": [{"type": "string"}, {"maxLength": 3}]}`: "oneOf at #: the schemas 0 and 1 may both fit",
+		`{"type": "string", "pattern": "(?=a)"}`:            "pattern at #: lookahead",
+		`{"type": "string", "pattern": 1}`:                  "it must be a string",
+		`{"type": "array", "items": [{}]}`:                  "use prefixItems",
+		`{"minimum": "1"}`:                                  "minimum at #: it must be a number",
+		`{"maxLength": -1}`:                                 "not negative",
+		`{"enum": 1}`:                                       "it must be a list",
+		`{"anyOf": []}`:                                     "and not empty",
+		`[]`:                                                "a schema must be an object",
+		`{`:                                                 "not valid JSON",
+		`{} {}`:                                             "more behind the schema",
 		strings.Repeat(`{"items":`, 200) + `{}` + strings.Repeat(`}`, 200): "nested more than",
 	} {
 		_, err := schema.Compile([]byte(text), schema.Options{})
@@ -137,12 +147,87 @@ func TestRefused(t *testing.T) {
 			t.Errorf("%s: %v", keyword, err)
 		}
 	}
-	e, err := schema.Compile([]byte(`{"type": "string", "maxLength": 100000}`), schema.Options{})
-	if err == nil {
-		_, err = grammar.New(e, nil)
+}
+
+// TestTooLarge: a grammar with too many states is refused with the nearest place that is too large, or else the largest.
+func TestTooLarge(t *testing.T) {
+	for text, want := range map[string]string{
+		`{"type": "string", "maxLength": 100000}`:                                                      "maxLength at #: it needs too many states",
+		`{"properties": {"a": {}, "b": {"items": {"anyOf": [{"minLength": 5000}, {}]}}}}`:              "minLength at #/properties/b/items/anyOf/0: it needs",
+		`{"properties": {"a": {"maxLength": 9}, "x": {"pattern": "(a|b)*a(a|b){20}$"}}}`:               "pattern at #/properties/x: it needs",
+		`{"properties": {"a": {"maxLength": 9}, "x": {"pattern": "a", "maxLength": 10000}}}`:           "pattern beside maxLength at #/properties/x: it needs",
+		`{"items": {"pattern": "a.{9}b", "minLength": 20, "maxLength": 400}}`:                          "pattern beside minLength and maxLength at #/items: it needs",
+		`{"items": {"pattern": "a.{7}b", "allOf": [{"pattern": "c.{9}d"}]}}`:                           "pattern beside another pattern at #/items: it needs",
+		`{"items": {"format": "email", "minLength": 99999, "pattern": "@"}}`:                           "",
+		`{"properties": {"a": {"type": "array", "items": {"maxLength": 9}, "maxItems": 5000}}}`:        "at #/properties/a: it needs",
+		`{"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"maxLength": 10000}}}`:           "maxLength at #/$defs/b: it needs",
+		`{"properties": {"a": {"maxLength": 900}, "b": {"maxLength": 1000}, "c": {"maxLength": 800}}}`: "maxLength at #/properties/b, the largest part: it needs",
+		`{"properties": {"a": {"enum": [["a"]], "maxItems": 100000}}}`:                                 "enum at #/properties/a: the keywords beside it need too many states",
+	} {
+		e, err := schema.Compile([]byte(text), schema.Options{})
+		if err == nil {
+			_, err = grammar.New(e, nil)
+		}
+		switch {
+		case want == "" && err != nil:
+			t.Errorf("%s: %v", text, err)
+		case want != "" && (err == nil || !strings.HasPrefix(err.Error(), want)):
+			t.Errorf("%s: %v, want an error with %q", text, err, want)
+		}
 	}
-	if err == nil || !strings.Contains(err.Error(), "too many states") {
-		t.Errorf("%v, want too many states", err)
+}
+
+// TestStrings: of random texts exactly those are written that package regexp and the number of characters allow, in the
+// spelling that patterns give to characters; in another spelling, no others.
+func TestStrings(t *testing.T) {
+	r := rand.New(rand.NewPCG(9, 10))
+	patterns := []string{`^[a-c"]+$`, `é.b`, `^(a|\\|\n)*$`, `[^a]{3}$`, `^\S{2}`, `a+`, `^.{2,4}$`, `^a|é$|b"`, `[\x00-\x1f"]`, `😀`, `^([^"]|"a)*$`}
+	chars := [][2]string{{"a", `\u0061`}, {"b", `\u0062`}, {`"`, `\u0022`}, {`\`, `\u005C`}, {"\n", `\u000a`}, {"é", `\u00E9`}, {"😀", "😀"}, {"\x01", `\u0001`}, {" ", `\u0020`}}
+	fitting := 0
+	for range 400 {
+		p, q := patterns[r.IntN(len(patterns))], patterns[r.IntN(len(patterns))]
+		least := r.IntN(5)
+		most := least + r.IntN(4)
+		text, err := json.Marshal(map[string]any{"pattern": p, "minLength": least, "maxLength": most, "allOf": []any{map[string]any{"pattern": q}}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		e, err := schema.Compile(text, schema.Options{})
+		if err != nil {
+			t.Fatalf("%s: %v", text, err)
+		}
+		g, err := grammar.New(grammar.Any(e, grammar.Literal("null")), nil)
+		if err != nil {
+			t.Fatalf("%s: %v", text, err)
+		}
+		first, second := regexp.MustCompile(p), regexp.MustCompile(q)
+		for range 200 {
+			value, usual, other := "", "", ""
+			n := r.IntN(8)
+			for range n {
+				c := chars[min(r.IntN(len(chars)), r.IntN(len(chars)))]
+				own, err := json.Marshal(c[0])
+				if err != nil {
+					t.Fatal(err)
+				}
+				value += c[0]
+				usual += string(own[1 : len(own)-1])
+				other += c[1]
+			}
+			fits := n >= least && n <= most && first.MatchString(value) && second.MatchString(value)
+			if fits {
+				fitting++
+			}
+			if got := g.Match(`"` + usual + `"`); got != fits {
+				t.Fatalf("%s: %s is accepted: %v, want %v", text, usual, got, fits)
+			}
+			if g.Match(`"`+other+`"`) && !fits {
+				t.Fatalf("%s: %s is accepted", text, other)
+			}
+		}
+	}
+	if fitting < 1000 {
+		t.Errorf("only %d texts fit", fitting)
 	}
 }
 
@@ -218,9 +303,17 @@ func random(r *rand.Rand, depth int) map[string]any {
 		maybe(func() { s["minLength"] = r.IntN(5) })
 		maybe(func() { s["maxLength"] = 5 + r.IntN(10) })
 	case 3:
-		s["type"], s["pattern"] = "string", pick("^[a-z]+$", "x.y", "^(a|b\"|\\\\)*$", "[0-9]{3}$", "^\\S{2}", "é+")
+		pattern := func() any {
+			return pick("^[a-z]+$", "x.y", "^(a|b\"|\\\\)*$", "[0-9]{3}$", "^\\S{2}", "é+", "[^a-z]\n?", "^.{2,9}$|é$")
+		}
+		s["type"], s["pattern"] = "string", pattern()
+		maybe(func() { s["minLength"] = r.IntN(6) })
+		maybe(func() { s["maxLength"] = 5 + r.IntN(10) })
+		maybe(func() { s["allOf"] = []any{map[string]any{"pattern": pattern()}} })
 	case 4:
 		s["type"], s["format"] = "string", pick("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid")
+		maybe(func() { s["maxLength"] = 5 + r.IntN(40) })
+		maybe(func() { s["pattern"] = pick("1", "^[^9]*$", "[a-z0-9]$", ".{6}") })
 	case 5:
 		s["enum"] = []any{pick("a", "é\"", 1), 2, nil, true, pick([]any{1, "x"}, map[string]any{"k": 1.5})}
 	case 6:
@@ -370,6 +463,8 @@ func check(r *rand.Rand, data []byte, o schema.Options, texts int) (int, error) 
 func FuzzCompile(f *testing.F) {
 	f.Add([]byte(`{"type": "object", "properties": {"a": {"$ref": "#"}}, "additionalProperties": {"type": "number", "minimum": 1.5}}`), uint64(1))
 	f.Add([]byte(`{"anyOf": [{"type": "string", "pattern": "a+"}, {"type": "array", "prefixItems": [{}], "items": {"const": 1}}]}`), uint64(2))
+	f.Add([]byte(`{"type": "string", "pattern": "^[^a]|é.?$", "minLength": 2, "maxLength": 9, "allOf": [{"pattern": "[a-z\"\\n]{2}"}]}`), uint64(5))
+	f.Add([]byte(`{"items": {"type": "string", "format": "email", "pattern": "^[a-m.]+@", "maxLength": 20}, "minItems": 1}`), uint64(6))
 	f.Add([]byte(`{"type": "number", "multipleOf": 0.15, "minimum": -2.2, "exclusiveMaximum": 1e3}`), uint64(4))
 	f.Add([]byte(`{"allOf": [{"enum": [1, 2.0]}, {"type": "integer"}], "oneOf": [{"maximum": 1}, {"minimum": 2}]}`), uint64(3))
 	f.Fuzz(func(t *testing.T, data []byte, seed uint64) {

@@ -383,8 +383,12 @@ func (s *shape) readBound(l located, keyword string, v any) error {
 
 // merge is what fits both shapes; nil: nothing can.
 func merge(a, b *shape) *shape {
+	path := a.path
+	if !a.stated && a.implied == 0 && !a.hasEnum { // a says nothing but has alternatives
+		path = b.path
+	}
 	m := &shape{
-		path: a.path, types: a.types & b.types, stated: a.stated || b.stated, implied: a.implied | b.implied,
+		path: path, types: a.types & b.types, stated: a.stated || b.stated, implied: a.implied | b.implied,
 		hasEnum: a.hasEnum, enum: a.enum,
 		least: tighter(a.least, b.least, 1), most: tighter(a.most, b.most, -1), multiple: commonMultiple(a.multiple, b.multiple),
 		minLength: max(a.minLength, b.minLength), maxLength: lower(a.maxLength, b.maxLength),
