@@ -18,7 +18,7 @@ const (
 	maxFragments = 1 << 18 // states of the automata before they are made deterministic
 	maxNodes     = 1 << 16 // states of the deterministic ones
 	maxNesting   = 1 << 10 // of expressions
-	maxWork      = 1 << 26 // states that are looked at
+	maxWork      = MaxWork // states that are looked at
 	// inlineSize is the maximum size of a rule that is copied to where it is called: tokens that leave a rule cost more.
 	inlineSize = 512
 )
@@ -127,7 +127,7 @@ type ruleCall struct {
 }
 
 // compile returns the nodes of a grammar, of which the first one is the start, and the places that they refer to.
-func compile(root Expr) ([]node, []string, error) {
+func compile(root Expr) (nodes []node, places []string, work int, err error) {
 	top := &Rule{Name: "root", Body: root}
 	c := newCompiler()
 	c.start(top)
@@ -143,7 +143,7 @@ func compile(root Expr) ([]node, []string, error) {
 	if c.err == nil {
 		c.err = c.leftRecursion()
 	}
-	return c.nodes, c.places, c.err
+	return c.nodes, c.places, c.work, c.err
 }
 
 // start is the first node of a rule.

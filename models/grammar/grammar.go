@@ -36,15 +36,24 @@ type nodeMask struct {
 
 // New compiles a grammar. Without a vocabulary it can match texts, and has no masks.
 func New(root Expr, v *Vocabulary) (*Grammar, error) {
-	nodes, places, err := compile(root)
+	g, _, err := NewCounted(root, v)
+	return g, err
+}
+
+// MaxWork is the number of states that a compilation looks at, at most: some seconds.
+const MaxWork = 1 << 26
+
+// NewCounted is New, and returns how many states it has looked at, with an error too.
+func NewCounted(root Expr, v *Vocabulary) (g *Grammar, work int, err error) {
+	nodes, places, work, err := compile(root)
 	if err != nil {
-		return nil, err
+		return nil, work, err
 	}
-	g := &Grammar{a: newAutomaton(nodes), places: places, v: v, alone: make([]atomic.Pointer[nodeMask], len(nodes))}
+	g = &Grammar{a: newAutomaton(nodes), places: places, v: v, alone: make([]atomic.Pointer[nodeMask], len(nodes))}
 	if s := g.a.start(); len(s.configs) == 0 {
-		return nil, errors.New("only the empty text fits it")
+		return nil, work, errors.New("only the empty text fits it")
 	}
-	return g, nil
+	return g, work, nil
 }
 
 // Nodes is the size of the grammar's automata.

@@ -134,6 +134,7 @@ type compiler struct {
 	depth      int
 	reads      int // of schemas
 	enums      int // beside other keywords
+	enumWork   int // of their grammars
 }
 
 func newCompiler(root any, o Options) *compiler {
@@ -350,13 +351,19 @@ func (c *compiler) enum(s *shape) (grammar.Expr, error) {
 		if c.enums++; c.enums > maxEnumSchemas {
 			return nil, located{path: s.path}.fail("enum", "more than %d of them are beside other keywords", maxEnumSchemas)
 		}
-		strict.reads, strict.enums = c.reads, c.enums
+		strict.reads, strict.enums, strict.enumWork = c.reads, c.enums, c.enumWork
 		e, err := strict.alternative(&rest)
 		if err != nil {
 			return nil, err
 		}
-		c.reads, c.enums = strict.reads, strict.enums
-		if fits, err = grammar.New(e, nil); errors.Is(err, grammar.ErrTooLarge) {
+		c.reads, c.enums, c.enumWork = strict.reads, strict.enums, strict.enumWork
+		if c.enumWork > grammar.MaxWork {
+			return nil, located{path: s.path}.fail("enum", "the keywords beside this and other enums need too many states together: lower their numbers (minItems, maxItems, {m,n}), or leave them out")
+		}
+		var work int
+		fits, work, err = grammar.NewCounted(e, nil)
+		c.enumWork += work
+		if errors.Is(err, grammar.ErrTooLarge) {
 			return nil, located{path: s.path}.fail("enum", "the keywords beside it need too many states: lower their numbers (minItems, maxItems, {m,n}), or leave them out")
 		} else if err != nil {
 			return grammar.Any(), nil //nolint:nilerr // nothing fits the rest

@@ -177,6 +177,21 @@ func TestTooLarge(t *testing.T) {
 	}
 }
 
+// TestManyEnums: enums beside keywords that need many states, each of which would take half a second, have one limit
+// together, also where nothing fits them.
+func TestManyEnums(t *testing.T) {
+	for _, beside := range []string{`"pattern": "^.{1000}%d"`, `"pattern": "^.{1000}%[1]dx", "allOf": [{"pattern": "^.{1000}%[1]dy"}]`} {
+		var parts []string
+		for i := range 200 {
+			parts = append(parts, fmt.Sprintf(`"a%d": {"enum": ["x"], `+beside+`}`, i, 1000+i))
+		}
+		_, err := schema.Compile([]byte(`{"properties": {`+strings.Join(parts, ", ")+`}}`), schema.Options{})
+		if err == nil || !strings.HasPrefix(err.Error(), "enum at #/properties/a") || !strings.Contains(err.Error(), "other enums need too many states together") {
+			t.Errorf("%s: error %v", beside, err)
+		}
+	}
+}
+
 // TestStrings: of random texts exactly those are written that package regexp and the number of characters allow, in the
 // spelling that patterns give to characters; in another spelling, no others.
 func TestStrings(t *testing.T) {
