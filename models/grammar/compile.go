@@ -11,9 +11,10 @@ import (
 // ErrTooLarge: a grammar needs more states than are allowed.
 var ErrTooLarge = errors.New("it needs too many states: shorten it, or lower the numbers of repetitions (minLength, maxLength, minItems, maxItems, {m,n})")
 
-var errNoText = errors.New("no text fits it")
+// ErrNoText: a grammar has no texts.
+var ErrNoText = errors.New("no text fits it")
 
-// Limits of what a grammar may need. They keep compilation well below a second, and its memory below 64 MiB.
+// Limits of what a grammar may need. They keep compilation to some seconds at worst, and its memory to some 150 MiB.
 const (
 	maxFragments = 1 << 18 // states of the automata before they are made deterministic
 	maxNodes     = 1 << 16 // states of the deterministic ones
@@ -509,7 +510,7 @@ func (c *compiler) prune() error {
 		return c.err
 	}
 	if !ends[0] {
-		return errNoText
+		return ErrNoText
 	}
 	for i := range c.nodes {
 		n := &c.nodes[i]

@@ -37,6 +37,8 @@ func TestRegex(t *testing.T) {
 		{pattern: `.`, yes: []string{"x", "é", "€", "😀"}, no: []string{"\n", "\xff", "\xed\xa0\x80", "xx"}},
 		{pattern: `é|\x{1F600}`, yes: []string{"é", "😀"}},
 		{pattern: `\u0041\/\-`, yes: []string{"A/-"}},
+		{pattern: `[\ud83d\uDE00-\ud83d\ude02]|\ud83da|\u00e9\u0041`, yes: []string{"😀", "😂", "éA"}, no: []string{"😃", "a", "é"}},
+		{pattern: `[^\ud83d\ude00]`, yes: []string{"😁", "a"}, no: []string{"😀"}},
 		{pattern: `\p{Greek}+`, yes: []string{"αβγ"}, no: []string{"abc"}},
 		{pattern: `(a|b)*abb`, yes: []string{"abb", "aababb"}, no: []string{"ab", "abba"}},
 		{pattern: `(a?){3}b`, yes: []string{"b", "aaab"}, no: []string{"aaaab"}},
@@ -144,7 +146,7 @@ func TestAll(t *testing.T) {
 		// In a row, so that where it ends is told, too.
 		g, err := New(Seq(All(parts...), Optional(Seq(Literal("\xff"), All(All(parts[:2]...), parts[2])))), bytesAnd())
 		if err != nil {
-			if err.Error() != errNoText.Error() && err.Error() != "only the empty text fits it" {
+			if err.Error() != ErrNoText.Error() && err.Error() != "only the empty text fits it" {
 				t.Fatalf("%q: %v", patterns, err)
 			}
 			g = nil

@@ -114,7 +114,7 @@ func (c *compiler) flat(e Expr) machine {
 		sub.err = sub.prune()
 	}
 	c.work = sub.work
-	if errors.Is(sub.err, errNoText) {
+	if errors.Is(sub.err, ErrNoText) {
 		return machine{{}}
 	}
 	if sub.err != nil {
@@ -131,10 +131,11 @@ func (c *compiler) product(a, b source) machine {
 	pairs := []pair{{}}
 	into := [][]int32{nil} // by state, those that lead to it
 	var m machine
+	var edges []edge
 	for i := 0; i < len(pairs); i++ {
 		x, endA := a.at(pairs[i].a)
 		y, endB := b.at(pairs[i].b)
-		n := node{accept: endA && endB}
+		edges = edges[:0]
 		for len(x) > 0 && len(y) > 0 {
 			if lo, hi := max(x[0].lo, y[0].lo), min(x[0].hi, y[0].hi); lo <= hi {
 				p := pair{x[0].to, y[0].to}
@@ -144,8 +145,14 @@ func (c *compiler) product(a, b source) machine {
 					at[p] = to
 					pairs, into = append(pairs, p), append(into, nil)
 				}
-				n.edges = append(n.edges, edge{lo, hi, to})
-				into[to] = append(into[to], int32(i))
+				if k := len(edges); k > 0 && edges[k-1].to == to && int(edges[k-1].hi)+1 == int(lo) {
+					edges[k-1].hi = hi
+				} else {
+					edges = append(edges, edge{lo, hi, to})
+				}
+				if k := len(into[to]); k == 0 || into[to][k-1] != int32(i) {
+					into[to] = append(into[to], int32(i))
+				}
 			}
 			if x[0].hi < y[0].hi {
 				x = x[1:]
@@ -153,8 +160,8 @@ func (c *compiler) product(a, b source) machine {
 				y = y[1:]
 			}
 		}
-		m = append(m, n)
-		if c.spend(16 * (1 + len(n.edges))); len(pairs) > maxNodes {
+		m = append(m, node{edges: slices.Clone(edges), accept: endA && endB})
+		if c.spend(16 * (1 + len(edges))); len(pairs) > maxNodes {
 			c.tooLarge()
 		}
 		if c.err != nil {
@@ -259,8 +266,9 @@ func (c *compiler) emitMachine(m machine, from, to int32) {
 	c.skip(from, first)
 	for i, n := range m {
 		at := first + int32(i)
-		for _, e := range n.edges {
-			c.nfa[at].edges = append(c.nfa[at].edges, edge{e.lo, e.hi, first + e.to})
+		c.nfa[at].edges = slices.Clone(n.edges)
+		for j := range n.edges {
+			c.nfa[at].edges[j].to += first
 		}
 		if n.accept {
 			c.skip(at, to)

@@ -4,8 +4,10 @@ import (
 	"errors"
 	"fmt"
 	"regexp/syntax"
+	"strconv"
 	"strings"
 	"unicode"
+	"unicode/utf16"
 	"unicode/utf8"
 )
 
@@ -62,7 +64,7 @@ func unsupportedPattern(e *syntax.Error) string {
 	return fmt.Sprintf("%s: %s", e.Code, e.Expr)
 }
 
-// ecmaEscapes writes \uXXXX as Go does.
+// ecmaEscapes writes \uXXXX as Go does, and two of them that are a surrogate pair as their one character.
 func ecmaEscapes(pattern string) string {
 	var b strings.Builder
 	for i := 0; i < len(pattern); i++ {
@@ -72,8 +74,15 @@ func ecmaEscapes(pattern string) string {
 		}
 		i++
 		if pattern[i] == 'u' && i+4 < len(pattern) && isHex(pattern[i+1:i+5]) {
-			b.WriteString(`\x{` + pattern[i+1:i+5] + `}`)
+			r := hexRune(pattern[i+1 : i+5])
 			i += 4
+			if next := pattern[i+1:]; utf16.IsSurrogate(r) && len(next) >= 6 && next[:2] == `\u` && isHex(next[2:6]) {
+				if pair := utf16.DecodeRune(r, hexRune(next[2:6])); pair != utf8.RuneError {
+					r = pair
+					i += 6
+				}
+			}
+			fmt.Fprintf(&b, `\x{%x}`, r)
 			continue
 		}
 		b.WriteByte('\\')
@@ -86,6 +95,15 @@ func isHex(s string) bool {
 	return strings.IndexFunc(s, func(r rune) bool {
 		return !(r >= '0' && r <= '9' || r >= 'a' && r <= 'f' || r >= 'A' && r <= 'F')
 	}) < 0
+}
+
+// hexRune is the character of four hexadecimal digits.
+func hexRune(digits string) rune {
+	n, err := strconv.ParseUint(digits, 16, 16)
+	if err != nil {
+		panic("grammar: " + digits + " are no hexadecimal digits")
+	}
+	return rune(n)
 }
 
 // checkAnchors refuses what looks at what is around it, but for anchors at the ends of the whole.

@@ -128,8 +128,8 @@ type compiler struct {
 	space      grammar.Expr
 	comma      grammar.Expr
 	rules      map[string]*grammar.Rule
-	strings    map[string]grammar.Expr // by their keywords
-	open       map[string]bool         // schemas whose alternatives are being looked for
+	strings    map[string]*grammar.Rule // by their keywords
+	open       map[string]bool          // schemas whose alternatives are being looked for
 	everything *grammar.Rule
 	depth      int
 	reads      int // of schemas
@@ -138,7 +138,7 @@ type compiler struct {
 }
 
 func newCompiler(root any, o Options) *compiler {
-	c := &compiler{root: root, o: o, rules: map[string]*grammar.Rule{}, strings: map[string]grammar.Expr{}, open: map[string]bool{}, space: o.Space}
+	c := &compiler{root: root, o: o, rules: map[string]*grammar.Rule{}, strings: map[string]*grammar.Rule{}, open: map[string]bool{}, space: o.Space}
 	switch {
 	case o.Compact:
 		c.space = grammar.Seq()
@@ -363,10 +363,13 @@ func (c *compiler) enum(s *shape) (grammar.Expr, error) {
 		var work int
 		fits, work, err = grammar.NewCounted(e, nil)
 		c.enumWork += work
-		if errors.Is(err, grammar.ErrTooLarge) {
+		switch {
+		case errors.Is(err, grammar.ErrTooLarge):
 			return nil, located{path: s.path}.fail("enum", "the keywords beside it need too many states: lower their numbers (minItems, maxItems, {m,n}), or leave them out")
-		} else if err != nil {
-			return grammar.Any(), nil //nolint:nilerr // nothing fits the rest
+		case errors.Is(err, grammar.ErrNoText):
+			return grammar.Any(), nil // nothing fits the rest
+		case err != nil:
+			return nil, located{path: s.path}.fail("enum", "the keywords beside it: %v", err)
 		}
 	}
 	var texts []string
@@ -389,18 +392,26 @@ func (c *compiler) string(s *shape) (grammar.Expr, error) {
 	if s.maxLength >= 0 && s.maxLength < s.minLength {
 		return grammar.Any(), nil
 	}
+	var key strings.Builder // without the places of patterns
+	for _, p := range s.patterns {
+		fmt.Fprintf(&key, "%q ", p.value)
+	}
+	fmt.Fprintf(&key, "%q %d %d", s.formats, s.minLength, s.maxLength)
+	if r := c.strings[key.String()]; r != nil { // equal ones are one, which is compiled once
+		return r, nil
+	}
 	var parts []grammar.Expr
-	var keywords []string
-	for i, text := range s.patterns {
-		p, err := grammar.ParsePattern(text)
+	for _, l := range s.patterns {
+		p, err := grammar.ParsePattern(l.value.(string))
 		if err != nil {
-			return nil, located{path: s.path}.fail("pattern", "%v", err)
+			return nil, l.fail("pattern", "%v", err)
 		}
-		parts, keywords = append(parts, p.Within(charsOf, anyChar)), append(keywords, another("pattern", i))
+		parts = append(parts, p.Within(charsOf, anyChar))
 	}
-	for i, f := range s.formats {
-		parts, keywords = append(parts, formats[f]), append(keywords, another("format", i))
+	for _, f := range s.formats {
+		parts = append(parts, formats[f])
 	}
+	keywords := slices.Concat(several("pattern", len(s.patterns)), several("format", len(s.formats)))
 	if s.minLength > 0 || s.maxLength >= 0 {
 		parts = append(parts, grammar.Repeat(anyChar, s.minLength, s.maxLength))
 	}
@@ -410,34 +421,39 @@ func (c *compiler) string(s *shape) (grammar.Expr, error) {
 	if s.maxLength >= 0 {
 		keywords = append(keywords, "maxLength")
 	}
-	place := ""
-	switch len(keywords) {
-	case 0:
+	if len(keywords) == 0 {
 		return quoted(grammar.Repeat(anyChar, 0, -1)), nil
-	case 1:
-		place = keywords[0] + " at " + s.path
-	default:
-		place = keywords[0] + " beside " + strings.Join(keywords[1:], " and ") + " at " + s.path
+	}
+	place := keywords[0]
+	if len(keywords) > 1 {
+		place += " beside " + strings.Join(keywords[1:], " and ")
+	}
+	if len(s.patterns) > 0 {
+		place += " at " + s.patterns[0].path
+	} else {
+		place += " at " + s.path
 	}
 	of := parts[0]
 	if len(parts) > 1 || len(s.patterns) > 0 { // a pattern alone so that one with too many states is told from what is around it
 		// A value that fits all parts is a text of each in the same spelling: that of patterns, which others have, too.
-		// Equal ones are one, which is compiled once.
-		key := fmt.Sprintf("%q %q %d %d", s.patterns, s.formats, s.minLength, s.maxLength)
-		if c.strings[key] == nil {
-			c.strings[key] = grammar.All(parts...)
-		}
-		of = c.strings[key]
+		of = grammar.All(parts...)
 	}
-	return &grammar.Rule{Name: "string", Body: quoted(of), Place: place}, nil
+	r := &grammar.Rule{Name: "string", Body: quoted(of), Place: place}
+	c.strings[key.String()] = r
+	return r, nil
 }
 
-// another is how errors call the keywords of a name that hold together.
-func another(keyword string, i int) string {
-	if i > 0 {
-		return "another " + keyword
+// several is how errors call n keywords of a name that hold together.
+func several(keyword string, n int) []string {
+	switch n {
+	case 0:
+		return nil
+	case 1:
+		return []string{keyword}
+	case 2:
+		return []string{keyword, "another " + keyword}
 	}
-	return keyword
+	return []string{keyword, fmt.Sprintf("%d other %ss", n-1, keyword)}
 }
 
 func (c *compiler) array(s *shape) (grammar.Expr, error) {

@@ -41,11 +41,12 @@ type shape struct {
 	hasEnum bool
 	enum    []any
 
-	least, most       *bound
-	multiple          *big.Rat // of which numbers are multiples; nil: any
-	minLength         int
-	maxLength         int // -1: any
-	patterns, formats []string
+	least, most *bound
+	multiple    *big.Rat // of which numbers are multiples; nil: any
+	minLength   int
+	maxLength   int       // -1: any
+	patterns    []located // their values are texts
+	formats     []string
 
 	prefix   []all
 	items    all
@@ -228,7 +229,7 @@ func (c *compiler) plain(l located, o *object) (*shape, error) {
 				return nil, l.fail(keyword, "it must be a string")
 			}
 			if keyword == "pattern" {
-				s.patterns = append(s.patterns, t)
+				s.patterns = append(s.patterns, located{t, l.path})
 				s.implied |= isString
 			} else if formats[t] != nil {
 				s.formats = append(s.formats, t)
@@ -392,13 +393,18 @@ func merge(a, b *shape) *shape {
 		hasEnum: a.hasEnum, enum: a.enum,
 		least: tighter(a.least, b.least, 1), most: tighter(a.most, b.most, -1), multiple: commonMultiple(a.multiple, b.multiple),
 		minLength: max(a.minLength, b.minLength), maxLength: lower(a.maxLength, b.maxLength),
-		patterns: union(a.patterns, b.patterns), formats: union(a.formats, b.formats),
+		patterns: slices.Clone(a.patterns), formats: union(a.formats, b.formats),
 		items: join(a.items, b.items), minItems: max(a.minItems, b.minItems), maxItems: lower(a.maxItems, b.maxItems),
 		declares: a.declares || b.declares, required: union(a.required, b.required), hasAdditional: a.hasAdditional || b.hasAdditional, additional: join(a.additional, b.additional),
 		minProperties: max(a.minProperties, b.minProperties), maxProperties: lower(a.maxProperties, b.maxProperties),
 	}
 	if b.hasEnum {
 		m.restrict(b.enum)
+	}
+	for _, p := range b.patterns {
+		if !slices.ContainsFunc(a.patterns, func(o located) bool { return o.value == p.value }) {
+			m.patterns = append(m.patterns, p)
+		}
 	}
 	for i := range max(len(a.prefix), len(b.prefix)) {
 		at := func(s *shape) all {
