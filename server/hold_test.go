@@ -136,6 +136,7 @@ func testBodiesTogether(t *testing.T) {
 	if _, err := io.WriteString(first, head+large); err != nil {
 		t.Fatal(err)
 	}
+	synctest.Wait() // the server has memory for all that it has read
 	second := h.connect()
 	defer second.Close()                  //nolint:errcheck // only read from
 	go io.WriteString(second, head+large) //nolint:errcheck // refused in its midst
