@@ -368,7 +368,10 @@ func TestMultipathFaults(t *testing.T) {
 		options.Multipath.Wait = seed%3 == 1
 		options.Timed = seed%7 == 0
 		r := newRig(t, o, options)
-		own := seed%6 == 5 // also own links fail
+		own, chance := seed%6 == 5, 0.03 // also own links fail
+		if own {
+			chance = 0.1 // so that chunks fail twice, and with them copies
+		}
 		var src, dst []device.Memory
 		for i := range n {
 			size := 1 + rng.Int64N(3000)
@@ -382,7 +385,7 @@ func TestMultipathFaults(t *testing.T) {
 			}
 			src, dst = append(src, s), append(dst, d)
 		}
-		r.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Times: -1, Chance: 0.03, Match: func(p emulated.Point) bool {
+		r.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Times: -1, Chance: chance, Match: func(p emulated.Point) bool {
 			return strings.HasPrefix(p.Stream, "relay") || strings.HasPrefix(p.Stream, "copy ") && (own || p.To != device.HBM(0) && p.From != device.HBM(0))
 		}})
 		relays := map[int]transfer.Relay{}
@@ -425,6 +428,7 @@ func TestMultipathFaults(t *testing.T) {
 			relayed, retries, failed = relayed+s.RelayedBytes, retries+s.Retries, failed+s.Failed
 		}
 	}
+	t.Logf("%d bytes were relayed, %d chunks retried, and %d copies failed", relayed, retries, failed)
 	if relayed < 100_000 || retries < 100 || failed == 0 {
 		t.Errorf("%d bytes were relayed, %d chunks retried, and %d copies failed: the test shows nothing", relayed, retries, failed)
 	}
