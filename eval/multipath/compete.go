@@ -86,7 +86,7 @@ func Compete(ctx context.Context, o Options, in io.Reader, out io.Writer) (err e
 				c.start(ctx, Direction(text))
 			}
 		default:
-			err = fmt.Errorf("multipath: a competitor was told %q: must be %s, %s, %s or %s", text, ToGPU, FromGPU, stopCommand, bytesCommand)
+			err = fmt.Errorf("multipath: invalid command %q to a competitor: must be %s, %s, %s or %s", text, ToGPU, FromGPU, stopCommand, bytesCommand)
 		}
 		if err != nil {
 			return err

@@ -370,7 +370,7 @@ func TestCompetitor(t *testing.T) {
 	if err := r.Start(t.Context(), "sideways"); err == nil {
 		t.Error("it goes sideways")
 	}
-	if err := r.Close(); err == nil || !strings.Contains(err.Error(), `"sideways": must be h2d, d2h, stop or bytes`) {
+	if err := r.Close(); err == nil || !strings.Contains(err.Error(), `"sideways" to a competitor: must be h2d, d2h, stop or bytes`) {
 		t.Errorf("it ended with %v", err)
 	}
 }

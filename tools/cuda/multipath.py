@@ -619,17 +619,17 @@ def part_latency(library, _):
     check(added and max(added)[0] < 2, "copies below the threshold take at most 2 us longer, least of two processes each", f"{max(added, default='nothing')}")
 
 
-def child_stages():
-    """What a small copy costs by the driver alone, after each thing that the library makes in it."""
+def driver():
+    """CUDA's driver with GPU 0's primary context current: the library, call, which raises errors, made, which returns
+    what a call writes through its first argument, and the context."""
     cuda = ctypes.CDLL("libcuda.so.1")
-    ptr, u64 = ctypes.c_void_p, ctypes.c_uint64
 
     def call(name, *arguments):
         result = getattr(cuda, name)(*arguments)
         if result:
             raise RuntimeError(f"{name}: {result}")
 
-    def made(name, *arguments, kind=ptr):
+    def made(name, *arguments, kind=ctypes.c_void_p):
         p = kind()
         call(name, ctypes.byref(p), *arguments)
         return p
@@ -637,6 +637,13 @@ def child_stages():
     call("cuInit", 0)
     near = made("cuDevicePrimaryCtxRetain", 0)
     call("cuCtxSetCurrent", near)
+    return cuda, call, made, near
+
+
+def child_stages():
+    """What a small copy costs by the driver alone, after each thing that the library makes in it."""
+    cuda, call, made, near = driver()
+    u64 = ctypes.c_uint64
     size = ctypes.c_size_t(64 * MIB)
     host, at = made("cuMemHostAlloc", size, 0), made("cuMemAlloc_v2", size, kind=u64)
     ctypes.memset(host, 1, size.value)
@@ -705,22 +712,8 @@ def child_fault():
     """GPU 1's context of a process has a fault: what calls for GPU 0's return then. Arguments: write or trap, peer or
     alone, idle, copying or waiting. Numbers are results of the driver, 0 is success."""
     kind, access, busy = sys.argv[3:6]
-    cuda = ctypes.CDLL("libcuda.so.1")
+    cuda, call, made, near = driver()
     ptr, u64 = ctypes.c_void_p, ctypes.c_uint64
-
-    def call(name, *arguments):
-        result = getattr(cuda, name)(*arguments)
-        if result:
-            raise RuntimeError(f"{name}: {result}")
-
-    def made(name, *arguments, kind=ptr):
-        p = kind()
-        call(name, ctypes.byref(p), *arguments)
-        return p
-
-    call("cuInit", 0)
-    near = made("cuDevicePrimaryCtxRetain", 0)
-    call("cuCtxSetCurrent", near)
     size = ctypes.c_size_t(256 * MIB)
     host, at, stream = made("cuMemHostAlloc", size, 1), made("cuMemAlloc_v2", size, kind=u64), made("cuStreamCreate", 1)
     word = made("cuMemHostAlloc", ctypes.c_size_t(4096), 3)
