@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"slices"
 	"sync"
 
@@ -33,6 +34,7 @@ type fetcher struct {
 	splitBytes int64
 	links      *transfer.Inbound
 	counts     *counts
+	log        *slog.Logger
 
 	// fetches not yet known to have ended, and the first failure of one.
 	fetches []*fetch
@@ -84,9 +86,9 @@ const (
 // fetch is one copy into the expert cache: of the experts of a copyGroup, or of the part
 // of them that the host sends. It is the label of the copy.
 type fetch struct {
-	// layer by the model's number, and the experts copied.
-	layer   int
-	experts []int
+	// layer by the model's number, its position, and the experts copied.
+	layer, position int
+	experts         []int
 	// refs counts the lists that contain the fetch: fetcher.fetches and slotFetch.copies.
 	refs int
 	// ticket is nil if the copy was not submitted.
@@ -102,6 +104,7 @@ type fetch struct {
 // open creates the slots' fences, once the memory of the expert cache is allocated.
 func (f *fetcher) open(p *Plan, o Options, peers *peercache.Cache[ID], hostRegion func(ID) device.Region, c *counts) (err error) {
 	f.engine, f.plan, f.peers, f.hostRegion, f.counts, f.splitBytes = o.Transfer, p, peers, hostRegion, c, o.SplitBytes
+	f.log = o.Log
 	f.cache, f.slots = cache.New(p.CacheSlots, len(p.Layers)*p.Experts), make([]slotFetch, p.CacheSlots)
 	f.source, f.links = f.nearest, o.Transfer.Inbound(o.Space)
 	for i := range f.slots {
@@ -409,8 +412,10 @@ func (f *fetch) String() string {
 }
 
 // Describe implements trace.Describer.
-func (f *fetch) Describe(n *trace.Note) {
-	n.Name, n.Layer, n.Experts, n.Tier = "fetch experts", f.layer, slices.Clone(f.experts), f.tier().String()
+func (f *fetch) Describe(n *trace.Note) { f.describe(n, f.tier()) }
+
+func (f *fetch) describe(n *trace.Note, from Tier) {
+	n.Name, n.Layer, n.Experts, n.Tier = "fetch experts", f.layer, slices.Clone(f.experts), from.String()
 	if n.Priority == transfer.Prefetch.String() {
 		n.Name = "prefetch experts"
 	}
@@ -427,7 +432,7 @@ func (f *fetcher) submit(position int, c *fetch, kind int, r *copyGroup, first i
 		c.slots = append(c.slots, at)
 		f.addTo(&f.slots[at].copies, c)
 	}
-	c.layer, c.experts = f.plan.Layers[position], append(c.experts, r.experts[first:last+1]...)
+	c.layer, c.position, c.experts = f.plan.Layers[position], position, append(c.experts, r.experts[first:last+1]...)
 	for i := range f.pieces {
 		c.bytes += f.pieces[i].Src.Bytes
 	}
@@ -483,6 +488,46 @@ func (f *fetcher) skip(id ID) {
 		f.removeFrom(&f.fetches, c)
 	}
 }
+
+// leave redirects the fetches that would read a slab, and of which nothing was launched yet, to
+// host memory.
+func (f *fetcher) leave(slab uint64) {
+	for _, c := range f.fetches {
+		if c.ticket == nil || !slices.ContainsFunc(c.copies, func(x *peercache.Copy[ID]) bool { return x.Slab() == slab }) {
+			continue
+		}
+		f.pieces = f.pieces[:0]
+		for k, left := 0, c.bytes; left > 0; k++ {
+			n := min(left, f.plan.Layout.Size) // of the last expert the host may send a part already
+			src := f.hostRegion(ID{c.position, c.experts[k]})
+			f.pieces = append(f.pieces, transfer.Piece{Dst: f.region(c.slots[k]).Slice(0, n), Src: src.Slice(0, n)})
+			left -= n
+		}
+		redirected, err := c.ticket.Redirect(f.pieces, &fetchFromHost{c})
+		if err != nil {
+			f.log.Error("a fetch from a peer whose memory is needed cannot be redirected", "copy", c.String(), "err", err)
+		}
+		if !redirected {
+			continue
+		}
+		f.counts.Fetched[Peer] -= c.bytes
+		f.counts.Fetched[Host] += c.bytes
+		for _, at := range c.slots {
+			if a := &f.slots[at]; slices.Contains(a.copies, c) {
+				a.from = Host
+			}
+		}
+		clear(c.copies)
+		c.from, c.copies = device.Host, c.copies[:0]
+	}
+}
+
+// fetchFromHost is the label of a fetch that was redirected: the transfer engine may have read the
+// fetch's own source before.
+type fetchFromHost struct{ *fetch }
+
+// Describe implements trace.Describer.
+func (f *fetchFromHost) Describe(n *trace.Note) { f.describe(n, Host) }
 
 // inUse reports whether a slot that c fills has references, or belongs to another fetch
 // by now.

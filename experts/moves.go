@@ -27,6 +27,7 @@ func (s *Store) openPeers() (err error) {
 	s.peers, err = peercache.New(peercache.Options[ID]{
 		Machine: s.o.Machine, Harvest: s.o.Harvest, Transfer: s.o.Transfer, Client: HarvestClient, Reader: s.o.Space,
 		Name: s.plan.name, Label: func(id ID) fmt.Stringer { return migration{&s.plan, id, "promote expert", " to peer"} }, Noun: "expert", Priority: transfer.Rebalance, Log: s.o.Log,
+		Releasing: s.releasing,
 		Events: peercache.EventListener[ID]{
 			Landed: func(i peercache.CopyInfo[ID]) { e.Promoted(s.moveInfo(i)) },
 			Removed: func(i peercache.CopyInfo[ID]) {
@@ -40,6 +41,17 @@ func (s *Store) openPeers() (err error) {
 		},
 	})
 	return err
+}
+
+// releasing is called when the memory of a slab is needed: fetches from it that have not begun read
+// host memory instead. The fetches of all layers are submitted when a step begins, so that the last
+// of them would begin only at its end.
+func (s *Store) releasing(slab uint64) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.closed {
+		s.fetch.leave(slab)
+	}
 }
 
 func (s *Store) moveInfo(i peercache.CopyInfo[ID]) MoveInfo {

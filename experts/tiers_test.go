@@ -907,6 +907,61 @@ func TestReadUntilTheEnd(t *testing.T) {
 	r.steps(s, 2, true)
 }
 
+// TestReleasedWithinAStep: fetches of a step that wait for earlier layers hold no memory that is
+// needed: they read host memory instead, and what is counted is what was copied.
+func TestReleasedWithinAStep(t *testing.T) {
+	r := newRig(t, small(rowMajor), emulated.Options{}, 150)
+	r.lend()
+	s := r.open(Config{Placement: r.placed(1), CacheSlots: 6, Waves: 2})
+	r.fill(s, 11)
+	r.promote(s, offloaded(s)...)
+	r.steps(s, 1, true)
+	gate, err := r.m.NewFence("gate")
+	r.ok(err)
+	r.ok(r.compute.WaitFence(gate, 1))
+	st := r.begin(s)
+	out, err := r.enqueue(s, st, true, 0)
+	r.ok(err)
+	var waiting int
+	for _, c := range s.fetch.fetches {
+		if !c.ticket.Ended() && c.from != device.Host {
+			waiting++
+		}
+	}
+	if waiting < 4 {
+		t.Fatalf("%d fetches wait", waiting)
+	}
+	for _, p := range []device.Space{device.HBM(1), device.HBM(2)} {
+		c, err := reclaimMore(r.harvest, p, 1<<20, time.Minute)
+		r.ok(err)
+		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+		if err := c.Wait(ctx); err != nil {
+			t.Errorf("the memory is released only when the step has ended: %v", err)
+		}
+		cancel()
+	}
+	r.ok(gate.Signal(1))
+	r.ok(r.end(st))
+	r.verify(out)
+	var fetched [2]int64 // from host and peers, by the engine
+	for _, link := range r.engine.Stats() {
+		switch {
+		case link.To != device.HBM(0):
+		case link.From == device.Host:
+			fetched[0] += link.Bytes
+		default:
+			fetched[1] += link.Bytes
+		}
+	}
+	counted := s.Stats().Fetched
+	// The host also sends tables, which are no fetches.
+	if counted[Peer] != fetched[1] || counted[Host] > fetched[0] || counted[Host] < int64(waiting)*r.model.layout.Size {
+		t.Errorf("fetched from the host and peers: %d and %d bytes; copied: %d and %d", counted[Host], counted[Peer], fetched[0], fetched[1])
+	}
+	r.steps(s, 2, true)
+	r.ok(gate.Close())
+}
+
 // TestBesideSteps: steps of both kinds go on while others move experts, revoke memory and
 // look, at any moment of theirs, and copies fail.
 func TestBesideSteps(t *testing.T) {

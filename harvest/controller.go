@@ -149,6 +149,12 @@ type (
 	// refuse locks new readers out; invalidate ends a handle without readers.
 	refuse     struct{ h *Handle }
 	invalidate struct{ h *Handle }
+	// notify tells the listeners of these clients that the release of a slab has begun; it has no
+	// result.
+	notify struct {
+		slab    uint64
+		clients []string
+	}
 	// runCallback calls f; its result is called.
 	runCallback struct {
 		h *Handle

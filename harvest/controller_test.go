@@ -58,6 +58,8 @@ func (s *core) text(a action) string {
 	case invalidate:
 		a.h.readers.invalidate()
 		return "invalidate " + s.names[a.h]
+	case notify:
+		return fmt.Sprintf("notify %s of slab %d", strings.Join(a.clients, ","), a.slab)
 	case runCallback:
 		return fmt.Sprintf("call back %s (%s)", s.names[a.h], a.v.Reason)
 	case scrub:

@@ -46,7 +46,8 @@
 //
 // Owners that hold memory past the deadline are reported once per handle
 // (DeadlineMissInfo). The memory is not freed under a reader for that: it is released
-// late. Slabs on an unhealthy peer are not scrubbed. An empty slab goes through the same
+// late. Readers whose work has not begun can be told in time (Runtime.OnRelease). Slabs on an
+// unhealthy peer are not scrubbed. An empty slab goes through the same
 // phases, but does not count as revoked.
 //
 // # Readers

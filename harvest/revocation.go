@@ -3,6 +3,7 @@ package harvest
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"time"
 
@@ -20,6 +21,8 @@ type revocation struct {
 	// handles is the number of handles to be revoked, callbacksRunning the number of
 	// callbacks that have not returned.
 	handles, callbacksRunning int
+	// told: listeners know of it.
+	told bool
 	// began, drained and the deadline are on the runtime's clock.
 	began, deadline, drained time.Duration
 	scrubbed                 bool
@@ -321,9 +324,14 @@ func (s *slab) held(in ...handleState) []*Handle {
 	return hs
 }
 
-// step takes the results since the last step, and retries frees that failed.
+// step takes the results since the last step, tells listeners of releases that have begun, and
+// retries frees that failed.
 func (c *controller) step(now time.Duration, rs []result) {
 	for _, l := range c.draining {
+		if l.phase == draining && !l.told && l.handles > 0 {
+			l.told = true
+			c.emit(notify{l.slab.id, slices.Sorted(maps.Keys(l.slab.clients))})
+		}
 		if l.phase == releasing && !l.freeRequested {
 			l.freeRequested = true
 			c.emit(freeMemory{l.slab})

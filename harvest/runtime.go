@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime/debug"
+	"slices"
 	"sync"
 	"time"
 
@@ -28,6 +29,7 @@ type Runtime struct {
 	mu          sync.Mutex
 	control     *controller
 	stepReaders []*StepReader
+	listeners   []releaseListener
 	// ticking: a goroutine reads peers and carries out actions. Only one does at a time.
 	ticking      bool
 	stop         func() // ends the loop; nil before Start
@@ -163,7 +165,7 @@ func (r *Runtime) apply() (rest []action) {
 			r.refuse(a.h)
 		case invalidate:
 			a.h.readers.invalidate()
-		case runCallback, scrub, freeMemory, reportMiss:
+		case notify, runCallback, scrub, freeMemory, reportMiss:
 			rest = append(rest, a)
 		default:
 			r.o.Events.emit(a)
@@ -268,6 +270,8 @@ func (r *Runtime) execute(now time.Duration, f func(*controller)) {
 // or is not needed.
 func (r *Runtime) perform(a action, now time.Duration) result {
 	switch a := a.(type) {
+	case notify:
+		r.notify(a)
 	case runCallback:
 		began := r.o.Machine.Now()
 		panicked := a.call()
@@ -283,6 +287,34 @@ func (r *Runtime) perform(a action, now time.Duration) result {
 		r.o.Events.emit(a.v)
 	}
 	return nil
+}
+
+// releaseListener learns which slabs with memory of a client are being released.
+type releaseListener struct {
+	client string
+	f      func(slab uint64)
+}
+
+// OnRelease sets f to be called when the release of a slab with memory of a client has begun: its
+// handles cannot be acquired any more, and who has a reference, for work that has not begun, can
+// take it back and read elsewhere, so that the slab is released in time. f runs on the goroutine
+// that ticks, without locks, and must not block. It is called until the runtime is closed.
+func (r *Runtime) OnRelease(client string, f func(slab uint64)) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.listeners = append(r.listeners, releaseListener{client, f})
+}
+
+// notify calls the listeners of a slab's clients.
+func (r *Runtime) notify(a notify) {
+	r.mu.Lock()
+	listeners := slices.Clone(r.listeners)
+	r.mu.Unlock()
+	for _, l := range listeners {
+		if slices.Contains(a.clients, l.client) {
+			l.f(a.slab)
+		}
+	}
 }
 
 // call calls the callback. A panic must not end the goroutine that ticks.

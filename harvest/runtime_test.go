@@ -1353,3 +1353,55 @@ func (c *hammerer) free(i int) error {
 	}
 	return err
 }
+
+// TestOnRelease: listeners of a client learn once, before its memory is released, of each slab that
+// has memory of it; those of others do not.
+func TestOnRelease(t *testing.T) {
+	m, err := emulated.New(emulated.Options{Virtual: true, GPUs: make([]emulated.GPU, 2)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	r, err := harvest.New(harvest.Options{Machine: m, Peers: []device.Space{device.HBM(1)}, SlabBytes: 1024, HeadroomBytes: -1, Cooldown: -1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var told []uint64
+	var ref harvest.Ref
+	r.OnRelease("a", func(slab uint64) {
+		told = append(told, slab)
+		if ref.Held() {
+			ref.Release() // the memory is read elsewhere from now on
+		}
+	})
+	r.OnRelease("b", func(slab uint64) { t.Errorf("client b is told of slab %d", slab) })
+	r.OnRelease("c", func(slab uint64) { told = append(told, 100+slab) })
+	a, err := r.Alloc(512, harvest.Hints{Client: "a"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.Alloc(512, harvest.Hints{Client: "c"}); err != nil {
+		t.Fatal(err)
+	}
+	ref, _ = a.Acquire(nil)
+	if err := r.Withdraw(device.HBM(1), true); err != nil {
+		t.Fatal(err)
+	}
+	if len(told) > 0 {
+		t.Errorf("told of %v with the lock held", told)
+	}
+	for pending, i := 1, 0; pending > 0; i++ {
+		if pending, err = r.Tick(m.Now()); err != nil || i == 1000 {
+			t.Fatalf("tick %d: %v", i, err)
+		}
+		if err := m.Yield(t.Context(), time.Millisecond); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if want := []uint64{1, 101}; !slices.Equal(told, want) {
+		t.Errorf("told of slabs %v, want %v", told, want)
+	}
+	if err := r.Close(t.Context()); err != nil {
+		t.Error(err)
+	}
+}

@@ -97,11 +97,13 @@ func New[K comparable](o Options[K]) (*Cache[K], error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
 	}
-	return &Cache[K]{
+	c := &Cache[K]{
 		o: o, steps: o.Harvest.NewStepReader(o.Client, harvest.NewOwner(o.Noun+" read in place")), reader: harvest.NewOwner(o.Noun + " fetch"), mover: harvest.NewOwner(o.Noun + " move"),
 		landed: newIndex[K, Copy[K]](), moving: map[K]*Copy[K]{},
 		fences: fencePool{machine: o.Machine, name: o.Noun + " moved"},
-	}, nil
+	}
+	o.Harvest.OnRelease(o.Client, c.releasing)
+	return c, nil
 }
 
 // Acquire returns the object's copy with a reference on it: the copy stays while the
@@ -391,6 +393,21 @@ func (c *Cache[K]) remove(x *Copy[K], reason Reason) {
 
 func (c *Cache[K]) info(x *Copy[K], reason Reason) CopyInfo[K] {
 	return CopyInfo[K]{Key: x.key, Device: x.handle.Device(), Bytes: x.handle.Bytes(), Reason: reason}
+}
+
+// releasing is called when the release of a slab has begun: transfers into it end as soon as they
+// can.
+func (c *Cache[K]) releasing(slab uint64) {
+	c.mu.Lock()
+	for _, m := range c.moves {
+		if slices.ContainsFunc(m.copies, func(x *Copy[K]) bool { return x.Slab() == slab }) {
+			m.ticket.Abort()
+		}
+	}
+	c.mu.Unlock()
+	if c.o.Releasing != nil {
+		c.o.Releasing(slab)
+	}
 }
 
 // revoked is harvest's callback: the handle is invalid and has no readers any more.

@@ -40,6 +40,7 @@ type rig struct {
 	host, dst device.Memory
 	landed    []device.Point
 	events    strings.Builder
+	released  []uint64
 	log       bytes.Buffer
 }
 
@@ -95,7 +96,8 @@ func newRig(t *testing.T, mo emulated.Options, ho harvest.Options) *rig {
 	must(err)
 	r.cache, err = New(Options[string]{
 		Machine: r.m, Harvest: r.harvest, Transfer: r.engine, Client: "test", Reader: device.HBM(0),
-		Log: slog.New(slog.NewTextHandler(&r.log, nil)),
+		Log:       slog.New(slog.NewTextHandler(&r.log, nil)),
+		Releasing: func(slab uint64) { r.released = append(r.released, slab) },
 		Events: EventListener[string]{
 			Landed:  func(i CopyInfo[string]) { fmt.Fprintf(&r.events, "%s on %v\n", i.Key, i.Device) },
 			Removed: func(i CopyInfo[string]) { fmt.Fprintf(&r.events, "%s removed: %v\n", i.Key, i.Reason) },
@@ -310,6 +312,46 @@ func TestRevokedOnTheWay(t *testing.T) {
 		_, ticket := r.read(1)
 		r.ok(ticket.Wait(t.Context()))
 		if !r.right(1) {
+			t.Error("wrong bytes")
+		}
+	}
+}
+
+// TestReleasing: when the memory of a slab is needed, a transfer into it that has not ended is
+// aborted, so that the slab does not wait for the transfers before it; and the client is told.
+func TestReleasing(t *testing.T) {
+	for schedule := range emulated.Schedule(3) {
+		r := newRig(t, emulated.Options{Virtual: true, Schedule: schedule, Seed: 2}, harvest.Options{})
+		r.fill(0)
+		slab := r.cache.Find(r.keys[0]).Slab()
+		stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.To == device.HBM(0) }})
+		r.landed[3].Value++
+		before, err := r.engine.Submit(transfer.Request{Src: r.host.Region(0, 8*objectBytes), Dst: r.dst.Region(0, 8*objectBytes), Done: r.landed[3]})
+		r.ok(err)
+		waits := before.End()
+		for i := 1; i < 4; i++ { // beside the first, in its slab
+			r.ok(r.cache.Put(r.keys[i], r.host.Region(int64(i)*objectBytes, objectBytes), PutOptions[string]{Behind: []device.Point{waits}}))
+		}
+		if len(r.released) > 0 {
+			t.Fatalf("slabs %v are released", r.released)
+		}
+		for _, c := range r.reclaim() {
+			r.ok(c.Wait(t.Context()))
+		}
+		if before.Ended() {
+			t.Error("the copy before has ended")
+		}
+		stall.Release()
+		r.ok(before.Wait(t.Context()))
+		r.ok(r.cache.Wait(t.Context()))
+		if !slices.Equal(r.released, []uint64{slab}) {
+			t.Errorf("slabs %v were released, want %d", r.released, slab)
+		}
+		if strings.Contains(r.events.String(), "failed, excluded") {
+			t.Errorf("an aborted transfer counts as a failure of the peer:\n%s", r.events.String())
+		}
+		r.fill(2)
+		if _, ticket := r.read(2); ticket.Wait(t.Context()) != nil || !r.right(2) {
 			t.Error("wrong bytes")
 		}
 	}

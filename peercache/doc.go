@@ -31,7 +31,9 @@
 //
 // A copy is never the only one: the client keeps the object elsewhere, or can compute it
 // again. It is never written back, and harvest may revoke it at any time: then Acquire
-// fails at once, and the client need not be notified.
+// fails at once, and the client need not be notified. Its memory is released when nothing reads
+// or writes it any more: the cache aborts transfers into it, and Options.Releasing lets the client
+// take back reads that have not begun.
 //
 // # Failing peers
 //

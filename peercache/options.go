@@ -36,6 +36,10 @@ type Options[K comparable] struct {
 	MaxFailures int
 	// Priority of the transfers to peers. Default: transfer's lowest.
 	Priority transfer.Priority
+	// Releasing is called, from a goroutine that ticks harvest, when a slab with copies begins to be
+	// released: reads of its copies that have not begun had better go elsewhere. It must not block.
+	// Default: none.
+	Releasing func(slab uint64)
 	// Events receives what happens to copies. Default: none.
 	Events EventListener[K]
 	// Log of memory that cannot be freed. Default: discarded.

@@ -204,8 +204,7 @@ func (e *Engine) submit(r *Request, began time.Duration) (*Ticket, error) {
 		err = e.doActions()
 	}
 	if err != nil {
-		t.end.Value-- // not signaled
-		e.doneFences = append(e.doneFences, t.end)
+		e.unusedEnd(t.end)
 		e.recycle(t)
 		return nil, err
 	}
@@ -229,8 +228,7 @@ func (e *Engine) ticket(r *Request) (*Ticket, error) {
 	t.req.From, t.req.To, t.req.Class, t.req.Done = pair.From, pair.To, uint8(r.Priority), r.Done
 	t.req.TakesTurns = r.Priority == KVStore || r.Priority == KVLoad
 	for i := range r.numPieces() {
-		p := r.piece(i)
-		t.req.Add(dispatch.Piece{Dst: p.Dst.Range, Src: p.Src.Range, Separate: p.Separate})
+		t.req.Add(r.piece(i).dispatched())
 	}
 	l := e.findLink(pair)
 	if t.req.Bytes() < minRelayedPiece*int64(len(t.req.Pieces)) || !e.shares(l, t.req.Bytes()) {
@@ -258,6 +256,12 @@ func (e *Engine) endPoint() (device.Point, error) {
 	}
 	p.Value++
 	return p, nil
+}
+
+// unusedEnd takes back a point of endPoint that will not be signaled.
+func (e *Engine) unusedEnd(p device.Point) {
+	p.Value--
+	e.doneFences = append(e.doneFences, p)
 }
 
 // recycle puts a ticket on the freelist: of a copy that has landed and was released, or
@@ -422,6 +426,7 @@ func (e *Engine) finish(t *Ticket, err error) {
 	case err == nil:
 		l.stats.Copies++
 		l.stats.Bytes += t.req.Bytes()
+		l.stats.ByPriority[t.req.Class] += t.req.Bytes()
 		if e.o.Timed {
 			t.timing.times.Done = t.landed
 		}
@@ -475,8 +480,9 @@ func (e *Engine) releaseDoneFence(p device.Point) {
 // PathStats are the counters of one link.
 type PathStats struct {
 	From, To device.Space
-	// Copies and Bytes that have landed.
+	// Copies and Bytes that have landed, and these bytes by the priority that the copy had in the end.
 	Copies, Bytes int64
+	ByPriority    [Priorities]int64
 	// Retries of chunks, and copies that Failed or were canceled.
 	Retries, Failed int64
 	// Busy is the time during which a chunk was in flight, on the machine's clock.

@@ -313,6 +313,11 @@ func TestDemandBehindPrefetch(t *testing.T) {
 			r.wait(ticket)
 		}
 	}
+	// Of the first round six prefetches, of the second four; there the two that were demanded count as such.
+	by := r.engine.Path(device.Pair{From: device.Host, To: device.HBM(0)}).ByPriority
+	if by[transfer.Prefetch] != 11_000 || by[transfer.Demand] != 2_000 {
+		t.Errorf("bytes by priority: %v", by)
+	}
 }
 
 // TestMetamorphic: whatever the chunks, depth, priorities and schedule, the same
@@ -922,7 +927,6 @@ func canceled() context.Context {
 
 func TestClose(t *testing.T) {
 	machines(t, func(t *testing.T, o emulated.Options) {
-		o.Check = true
 		m, err := emulated.New(o)
 		if err != nil {
 			t.Fatal(err)
@@ -1253,4 +1257,95 @@ func TestChunksByRate(t *testing.T) {
 		}
 		clear(largest)
 	}
+}
+
+// TestRedirect: a copy of which nothing was launched reads other memory in place of its own, whose
+// readers it leaves; one that was launched goes on.
+func TestRedirect(t *testing.T) {
+	machines(t, func(t *testing.T, o emulated.Options) {
+		r := newRig(t, o, transfer.Options{ChunkBytes: 10, Depth: 1})
+		src, wrong := r.filled(100, 1), r.alloc(device.HBM(1), 100)
+		first, second, waiting := r.alloc(device.HBM(0), 100), r.alloc(device.HBM(0), 100), r.alloc(device.HBM(0), 100)
+		r.wait(r.submit(r.down(wrong, r.filled(100, 2), transfer.Demand)))
+		stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.From == device.HBM(1) }})
+		running := r.submit(r.down(first, wrong, transfer.Demand))
+		queued := r.submit(r.down(second, wrong, transfer.Demand))
+		behind := r.down(waiting, wrong, transfer.Demand)
+		behind.After = []device.Point{r.point()}
+		tb := r.submit(behind)
+		from := func(dst device.Memory) []transfer.Piece {
+			return []transfer.Piece{
+				{Src: src.Region(0, 40), Dst: dst.Region(0, 40)},
+				{Src: src.Region(40, 60), Dst: dst.Region(40, 60)},
+			}
+		}
+		if _, err := queued.Redirect(from(second)[:1], nil); err == nil || !strings.Contains(err.Error(), "the request has 100 bytes to gpu0") {
+			t.Errorf("to fewer bytes: %v", err)
+		}
+		ends := []device.Point{running.End(), queued.End(), tb.End()}
+		for i, c := range []struct {
+			t    *transfer.Ticket
+			dst  device.Memory
+			want bool
+		}{{running, first, false}, {queued, second, true}, {tb, waiting, true}} {
+			done, err := c.t.Redirect(from(c.dst), transfer.Text("elsewhere"))
+			if err != nil || done != c.want {
+				t.Errorf("request %d: redirected: %v, %v", i, done, err)
+			}
+			r.reached(ends[i], c.want)
+		}
+		if tb.Ended() {
+			t.Error("a copy that was redirected has ended before its point is reached")
+		}
+		stopped := make(chan error, 1)
+		go func() { stopped <- tb.Wait(canceled()) }()
+		if err := <-stopped; err == nil {
+			t.Error("a wait for a redirected copy that cannot start returns nil")
+		}
+		r.wait(queued) // beside the copy that stalls
+		r.equal(second, src)
+		if err := behind.After[0].Fence.Signal(1); err != nil {
+			t.Fatal(err)
+		}
+		r.wait(tb)
+		r.equal(waiting, src)
+		stall.Release()
+		r.wait(running)
+		r.equal(first, wrong)
+		if done, err := queued.Redirect(from(second), nil); done || err != nil {
+			t.Errorf("one that has landed: %v, %v", done, err)
+		}
+		for _, s := range r.engine.Stats() {
+			if s.From == device.HBM(1) && s.To == device.HBM(0) && (s.Copies != 1 || s.Bytes != 100) {
+				t.Errorf("%+v", s)
+			}
+		}
+	})
+}
+
+// TestAbort: nothing more of an aborted copy is launched, and it ends when what was launched has.
+func TestAbort(t *testing.T) {
+	machines(t, func(t *testing.T, o emulated.Options) {
+		r := newRig(t, o, transfer.Options{ChunkBytes: 10, Depth: 1})
+		src, dst, next := r.filled(100, 1), r.alloc(device.HBM(0), 100), r.alloc(device.HBM(0), 100)
+		stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.To == device.HBM(0) }})
+		running := r.submit(r.down(dst, src, transfer.Demand))
+		if running.Cancel() || !running.Abort() || running.Abort() {
+			t.Error("a copy that has begun was canceled, or not aborted, or twice")
+		}
+		r.reached(running.End(), false)
+		stall.Release()
+		if err := running.Wait(t.Context()); !errors.Is(err, transfer.ErrCanceled) || !running.Ended() {
+			t.Errorf("aborted: %v", err)
+		}
+		if n := running.Landed(); n > 20 {
+			t.Errorf("%d bytes have landed", n)
+		}
+		after := r.submit(r.down(next, src, transfer.Demand))
+		r.wait(after)
+		if after.Abort() {
+			t.Error("a copy that has landed was aborted")
+		}
+		r.equal(next, src)
+	})
 }

@@ -137,6 +137,10 @@ func (r *Request) validate(m device.Machine) error {
 	return nil
 }
 
+func (p Piece) dispatched() dispatch.Piece {
+	return dispatch.Piece{Dst: p.Dst.Range, Src: p.Src.Range, Separate: p.Separate}
+}
+
 func (p *Piece) validate(m device.Machine) error {
 	switch {
 	case p.Src.Bytes != p.Dst.Bytes:

@@ -51,6 +51,75 @@ func (t *Ticket) Cancel() bool {
 	return done
 }
 
+// Abort fails the request with an error that wraps ErrCanceled, also if part of it was launched:
+// nothing more is, and the request ends once nothing is in flight. It reports whether it did;
+// false: all of it was launched, or it has ended.
+func (t *Ticket) Abort() bool {
+	e := t.engine
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	done := e.core.Abort(&t.req, ErrCanceled)
+	e.doActions()
+	return done
+}
+
+// Redirect lets the request read its bytes elsewhere, if nothing of it was launched yet, and
+// reports whether it does: these pieces, all in one memory, have the request's destinations in
+// the same order. label, for the rest of its way, replaces the request's. Points that End
+// returned before are reached at once, since nothing will be read where the request would have
+// read; Done and the request's place among the others stay. After an error nothing has changed.
+// A request of which a kernel copies blocks (Options.Kernel) is not redirected.
+func (t *Ticket) Redirect(pieces []Piece, label fmt.Stringer) (bool, error) {
+	e := t.engine
+	r := Request{Pieces: pieces, Label: label, Done: t.done}
+	if err := r.validate(e.o.Machine); err != nil {
+		return false, fmt.Errorf("transfer: redirect %s: %w", r.name(), err)
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	done, err := e.redirect(t, &r)
+	if err != nil {
+		return false, fmt.Errorf("transfer: redirect %s: %w", r.name(), err)
+	}
+	return done, nil
+}
+
+func (e *Engine) redirect(t *Ticket, r *Request) (bool, error) {
+	if e.closed || t.unit > 0 || t.req.Ended() {
+		return false, nil
+	}
+	into := make([]dispatch.Piece, len(r.Pieces))
+	var bytes int64
+	for i := range r.Pieces {
+		into[i] = r.Pieces[i].dispatched()
+		bytes += into[i].Src.Bytes
+	}
+	if pair := r.pair(); bytes != t.req.Bytes() || pair.To != t.req.To {
+		return false, fmt.Errorf("the request has %d bytes to %s", t.req.Bytes(), t.req.To)
+	}
+	if _, err := e.link(r.pair()); err != nil {
+		return false, err
+	}
+	end, err := e.endPoint()
+	if err != nil {
+		return false, err
+	}
+	before, was := t.end, t.label
+	t.end, t.label = end, r.Label
+	e.tick()
+	if !e.core.Redirect(&t.req, r.pair().From, into) {
+		t.end, t.label = before, was
+		e.unusedEnd(end)
+		return false, nil
+	}
+	if err := before.Fence.Signal(before.Value); err != nil {
+		e.o.Log.Error("the end of a copy's old source cannot be signaled", "copy", t.name(), "err", err)
+	}
+	e.releaseDoneFence(before)
+	_ = e.doActions() // nothing was submitted
+	return true, nil
+}
+
 // Skip ends the request as if it had landed, if all its After points are reached and
 // nothing of it was launched yet, and reports whether it did. It is for bytes that are no
 // longer needed: Done is signaled, and Dst keeps its content.
@@ -78,8 +147,13 @@ func (t *Ticket) Release() {
 // End is a fence value that is reached, and never fails, when the request has ended and
 // none of its chunks is in flight: from then on Src and Dst may be used for other
 // purposes. Done may be reached before, if a later request fails the fence that they
-// share. The fence belongs to the engine, and is valid until the engine is closed.
-func (t *Ticket) End() device.Point { return t.end }
+// share. The fence belongs to the engine, and is valid until the engine is closed. After a
+// Redirect there is another one, and the one before says that Src of before is not read.
+func (t *Ticket) End() device.Point {
+	t.engine.mu.Lock()
+	defer t.engine.mu.Unlock()
+	return t.end
+}
 
 // Ended reports whether Done was signaled or failed.
 func (t *Ticket) Ended() bool {
@@ -116,10 +190,16 @@ func (t *Ticket) Landed() int64 {
 // Wait waits on the host until the request has ended and none of its chunks is in flight,
 // or ctx is done, and returns Err.
 func (t *Ticket) Wait(ctx context.Context) error {
-	if err := t.engine.await(ctx, t.end); err != nil && !t.Ended() {
-		return fmt.Errorf("transfer: wait for %s: %w", t.name(), err)
+	for {
+		end := t.End()
+		err := t.engine.await(ctx, end)
+		if err != nil && !t.Ended() {
+			return fmt.Errorf("transfer: wait for %s: %w", t.name(), err)
+		}
+		if err != nil || t.End() == end {
+			return t.Err()
+		}
 	}
-	return t.Err()
 }
 
 func (t *Ticket) pair() device.Pair { return device.Pair{From: t.req.From, To: t.req.To} }

@@ -319,6 +319,39 @@ func (c *Core) Skip(r *Request) bool {
 	return true
 }
 
+// Abort fails the request: nothing more of it is launched, and it ends when nothing of it is in
+// flight any more. False: it has failed or ended, or all of it is launched.
+func (c *Core) Abort(r *Request, err error) bool {
+	if r.ended || r.failure != nil || r.launched == r.bytes && len(r.returned) == 0 {
+		return false
+	}
+	c.fail(r, err)
+	return true
+}
+
+// Redirect lets the request read these pieces in another memory, if nothing of it was launched
+// yet, and reports whether it does. They have the same destinations. Its place among the others
+// stays. False, too, if no link can carry it.
+func (c *Core) Redirect(r *Request, from device.Space, pieces []Piece) bool {
+	if r.ended || r.failure != nil || r.launched > 0 {
+		return false
+	}
+	old := r.From
+	if r.From = from; c.checkCarried(r) != nil {
+		r.From = old
+		return false
+	}
+	r.Pieces, r.bytes = r.Pieces[:0], 0
+	for _, p := range pieces {
+		r.Add(p)
+	}
+	if len(r.waiting) == 0 {
+		c.join(r)
+		c.offer(r)
+	}
+	return true
+}
+
 // CancelAll cancels every request that Cancel would.
 func (c *Core) CancelAll(err error) {
 	for _, q := range c.queues {

@@ -20,7 +20,7 @@ func TestMachine(t *testing.T) {
 		m := newModel(t)
 		t.Repeat(map[string]func(*rapid.T){
 			"submit": m.submit, "land": m.land, "fail": m.fail, "point": m.point, "recover": m.recover,
-			"promote": m.promote, "cancel": m.cancel, "skip": m.skip, "lose": m.lose,
+			"promote": m.promote, "cancel": m.cancel, "abort": m.abort, "redirect": m.redirect, "skip": m.skip, "lose": m.lose,
 			"": m.check,
 		})
 		m.drain()
@@ -32,8 +32,10 @@ type copied struct {
 	*Request
 	after []*pointState
 	done  *pointState
-	// landed counts how often each byte has, by the address that it comes from.
+	// landed counts how often each byte has, by the address that it goes to. Those of a request that
+	// was redirected come from moved addresses further on.
 	landed   map[device.Addr]int
+	moved    device.Addr
 	inFlight int
 	finished int
 	err      error
@@ -278,11 +280,11 @@ func (m *model) report(i, k int) {
 	f := m.end(i, k)
 	owner := f.c.Request.Owner.(*copied)
 	_ = f.c.Each(func(dst, src device.Range) error {
-		if dst.Addr-src.Addr != 1<<40 || dst.Bytes != src.Bytes {
+		if dst.Addr-src.Addr != 1<<40-owner.moved || dst.Bytes != src.Bytes {
 			m.t.Fatalf("%v is copied to %v", src, dst)
 		}
 		for b := range src.Bytes {
-			owner.landed[src.Addr+device.Addr(b)]++
+			owner.landed[dst.Addr+device.Addr(b)]++
 		}
 		return nil
 	})
@@ -389,6 +391,46 @@ func (m *model) cancel(t *rapid.T) {
 	}
 }
 
+func (m *model) abort(t *rapid.T) {
+	c := m.request(t)
+	launched := c.launched
+	if m.core.Abort(c.Request, errChunk) {
+		m.act()
+		if c.launched != launched || c.Request.inFlight == 0 && (c.finished != 1 || c.err == nil) {
+			t.Fatal("a request that was aborted goes on, or has not finished so")
+		}
+		return
+	}
+	m.act()
+	if c.finished == 0 && c.failure == nil && c.launched < c.bytes {
+		t.Fatal("a request was not aborted")
+	}
+}
+
+// redirect lets a request to the space of two links come from the other one.
+func (m *model) redirect(t *rapid.T) {
+	c := m.request(t)
+	if c.To != 1 {
+		t.Skip("there is no other link")
+	}
+	before, from := c.launched, 2-c.From
+	var pieces []Piece
+	for _, p := range c.Pieces {
+		p.Src.Addr += 1 << 30
+		pieces = append(pieces, p)
+	}
+	lost := m.links[slices.IndexFunc(m.links, func(l *track) bool { return l.From == from && l.To == c.To })].lost
+	began := c.launched > 0 || c.finished > 0 || c.failure != nil
+	done := m.core.Redirect(c.Request, from, pieces)
+	if done {
+		c.moved += 1 << 30
+	}
+	if done != (!began && !lost) {
+		t.Fatalf("redirected: %v; %d bytes were launched, the other link is lost: %v", done, before, lost)
+	}
+	m.act()
+}
+
 func (m *model) skip(t *rapid.T) {
 	c := m.request(t)
 	done := m.core.Skip(c.Request)
@@ -422,7 +464,7 @@ func (m *model) check(t *rapid.T) {
 	}
 	for i, l := range m.links {
 		idle := !slices.ContainsFunc(m.requests, func(c *copied) bool {
-			return c.From == l.From && c.To == l.To && c.finished == 0 && len(c.waiting) == 0 && c.launched < c.bytes
+			return c.From == l.From && c.To == l.To && c.finished == 0 && c.failure == nil && len(c.waiting) == 0 && c.launched < c.bytes
 		})
 		if !idle && !l.enough(l.ChunkBytes) && !m.core.links[i].broken && !held(m.core.links[i]) {
 			t.Fatal("a link idles")
