@@ -142,6 +142,9 @@ type Capabilities struct {
 	// Timed: copies and work take the time that the devices need, or, of emulated devices, the
 	// time computed from the topology's rates, not the time that this process needs.
 	Timed bool
+	// CopyErrorsLoseDevice: a copy that was enqueued fails only with its device, so that what is
+	// enqueued behind it may tell others that it has landed.
+	CopyErrorsLoseDevice bool
 }
 
 // StreamOptions describe a stream.

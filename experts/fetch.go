@@ -436,7 +436,7 @@ func (f *fetcher) submit(position int, c *fetch, kind int, r *copyGroup, first i
 	for i := range f.pieces {
 		c.bytes += f.pieces[i].Src.Bytes
 	}
-	ticket, err := f.engine.Submit(transfer.Request{Pieces: f.pieces, Priority: p, After: r.after, Done: c.done, Label: c})
+	ticket, err := f.engine.Submit(transfer.Request{Pieces: f.pieces, Priority: p, After: r.after, Done: c.done, DoneInOrder: true, Label: c})
 	if err != nil {
 		return err
 	}

@@ -796,6 +796,7 @@ func TestAnything(t *testing.T) {
 	rapid.Check(t, func(rt *rapid.T) {
 		seed := rapid.Uint64Range(0, 1<<20).Draw(rt, "seed")
 		o := emulated.Options{Virtual: true, Schedule: emulated.Schedule(rapid.IntRange(0, 2).Draw(rt, "schedule")), Seed: seed}
+		o.CopyErrorsLoseDevice = rapid.Bool().Draw(rt, "copies signal by themselves")
 		chunk, fraction := rapid.Int64Range(64, 1024).Draw(rt, "chunk"), rapid.SampledFrom([]float64{0.3, 0.5, 1}).Draw(rt, "fraction")
 		c := Config{Dynamic: true, CacheSlots: rapid.IntRange(6, 14).Draw(rt, "cache slots"), Waves: rapid.IntRange(1, 4).Draw(rt, "waves")}
 		actions := rapid.SliceOfN(rapid.IntRange(0, 9), 4, 30).Draw(rt, "actions")
@@ -822,7 +823,9 @@ func TestAnything(t *testing.T) {
 					_, err := reclaimMore(r.harvest, device.HBM(1+rng.IntN(2)), int64(1+rng.IntN(8192)), time.Second)
 					r.ok(err)
 				case 5:
-					r.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Times: 1 + rng.IntN(3), Skip: rng.IntN(9)})
+					if !o.CopyErrorsLoseDevice {
+						r.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Times: 1 + rng.IntN(3), Skip: rng.IntN(9)})
+					}
 				case 6:
 					r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Skip: rng.IntN(9), For: time.Duration(rng.IntN(1e6))})
 				case 7:

@@ -258,7 +258,7 @@ func TestHostPathsRefused(t *testing.T) {
 		{"one that is not there", "1,7", full, "--host-paths is 1,7: there is no GPU 7"},
 		{"one without access", "2,", apart, "--host-paths is 2,: GPU 2 cannot relay copies between the host and GPU 0: device: from gpu2 to gpu0: no path"},
 		{"one with access", "1,", apart, ""},
-		{"one without memory", "1,2", full, "--host-paths is 1,2: GPU 2 cannot be a relay: its buffers need 30.00 MiB, and there are 16.00 MiB free, of which --harvest-headroom keeps 12.80 MiB; name others"},
+		{"one without memory", "1,2", full, "--host-paths is 1,2: GPU 2 cannot be a relay: its buffers need 48.00 MiB, and there are 16.00 MiB free, of which --harvest-headroom keeps 12.80 MiB; name others"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			s := configs.Defaults()

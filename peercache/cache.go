@@ -314,7 +314,7 @@ func (c *Cache[K]) submit(m *move[K], pieces []transfer.Piece, behind []device.P
 	if err != nil {
 		return err
 	}
-	m.ticket, err = c.o.Transfer.Submit(transfer.Request{Pieces: pieces, Priority: c.o.Priority, After: behind, Done: done, Label: c.label(m)})
+	m.ticket, err = c.o.Transfer.Submit(transfer.Request{Pieces: pieces, Priority: c.o.Priority, After: behind, Done: done, DoneInOrder: true, Label: c.label(m)})
 	if err != nil {
 		m.ticket = nil
 		c.fences.cancelTake(done)

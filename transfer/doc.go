@@ -78,8 +78,11 @@
 // in its place what completed chunks call for.
 // Options.Timed measures each part (Ticket.Times).
 //
-// The host signals Done, not the link's stream behind the last chunk: a chunk that fails is
-// made again, which a fence that its stream has failed would not know of.
+// Done is signaled by the host: a chunk that fails is made again, which a fence that its stream
+// has failed would not know of. Where a copy fails only with its device, as on CUDA, and the request
+// says that its fence counts in order (Request.DoneInOrder), the link's stream signals Done behind
+// the last chunk, and what waits for it on a device does not wait for the host. The end of the
+// ticket comes from the host as before.
 //
 // # Failure
 //
@@ -103,6 +106,8 @@
 //   - Submit and RaisePriority never wait for a copy.
 //   - Done is signaled or failed once per request. It is signaled after the last byte has
 //     landed, or after Ticket.Skip, which declares that the bytes are not needed.
+//   - What Ticket.Redirect takes back is not read once it has returned; what Ticket.Abort takes back
+//     is neither read nor written once the ticket has ended.
 //   - Nothing of a request is written before all of its After points are reached.
 //   - Host work runs as Work on host streams or in the caller's goroutine, so that a
 //     machine with virtual time sees all of it.

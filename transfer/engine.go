@@ -128,6 +128,11 @@ type Engine struct {
 	events, freeEvents []device.Event
 	// tables of copy kernels.
 	tables *tables
+	// signals: devices can signal that copies have landed.
+	signals bool
+	// signaling are the tickets whose Done a device signals, by its fence. Until that has happened no
+	// other value of the fence is set: the device's would follow it.
+	signaling map[device.Fence]*Ticket
 	// firstValue is the value at which the machine's fences begin, known with the first one.
 	firstValue uint32
 	closed     bool
@@ -154,7 +159,7 @@ func New(o Options) (*Engine, error) {
 	if err != nil {
 		return nil, fmt.Errorf("transfer: %w", err)
 	}
-	e := &Engine{o: o}
+	e := &Engine{o: o, signals: o.Machine.Capabilities().CopyErrorsLoseDevice, signaling: map[device.Fence]*Ticket{}}
 	e.core.Yields, e.core.Preferred = o.Multipath.Wait, o.Multipath.Preferred
 	var ok bool
 	if e.watcher, ok = s.(device.Watcher); !ok {
@@ -237,6 +242,7 @@ func (e *Engine) ticket(r *Request) (*Ticket, error) {
 	t.req.Direct = t.unit > 0 // kernels run on the link's own GPU
 	t.label, t.done = r.Label, r.Done
 	t.traced, t.priority = e.o.Trace.Request(r.Done), r.Priority
+	t.inOrder = r.DoneInOrder && e.signals
 	t.end = end
 	return t, nil
 }
@@ -418,7 +424,9 @@ func (e *Engine) pointEnded(w *pointWait, err error) {
 func (e *Engine) finish(t *Ticket, err error) {
 	l := e.findLink(t.pair())
 	if err == nil {
-		err = signal(t.done)
+		if !t.signaled {
+			err = signal(t.done)
+		}
 		t.landed = e.o.Machine.Now()
 	}
 	switch {
@@ -437,14 +445,30 @@ func (e *Engine) finish(t *Ticket, err error) {
 		if !errors.Is(err, ErrCanceled) {
 			e.o.Log.Error("copy failed", "copy", t.name(), "err", err)
 		}
-		if err := t.done.Fence.Fail(t.done.Value, t.err); err != nil {
-			t.err = errors.Join(t.err, fmt.Errorf("transfer: %s: cannot fail the Done fence: %w", t.name(), err))
+		if before := e.signaling[t.done.Fence]; before != nil && before != t {
+			before.failNext = append(before.failNext, t)
+		} else {
+			t.failDone()
 		}
+	}
+	if e.signaling[t.done.Fence] == t {
+		delete(e.signaling, t.done.Fence)
+		for _, next := range t.failNext {
+			next.failDone()
+		}
+		t.failNext = t.failNext[:0]
 	}
 	if err := t.end.Fence.Signal(t.end.Value); err != nil {
 		t.err = errors.Join(t.err, err)
 	}
 	e.releaseDoneFence(t.end)
+}
+
+// failDone fails Done by the error of the ticket.
+func (t *Ticket) failDone() {
+	if err := t.done.Fence.Fail(t.done.Value, t.err); err != nil {
+		t.err = errors.Join(t.err, fmt.Errorf("transfer: %s: cannot fail the Done fence: %w", t.name(), err))
+	}
 }
 
 // signal signals p. Where requests share a fence, one with a higher value may have ended

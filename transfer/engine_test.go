@@ -334,6 +334,7 @@ func TestMetamorphic(t *testing.T) {
 			if variant%4 == 3 {
 				o = emulated.Options{}
 			}
+			o.CopyErrorsLoseDevice = variant >= 4
 			r := newRig(t, o, transfer.Options{ChunkBytes: 1 + free.Int64N(300), Depth: 1 + free.IntN(4)})
 			spaces := []device.Space{device.Host, device.HBM(0), device.HBM(1)}
 			var memory []device.Memory
@@ -367,6 +368,7 @@ func TestMetamorphic(t *testing.T) {
 					After:    append([]device.Point{writer[from], writer[to]}, readers[to]...),
 					Done:     r.point(),
 				}
+				q.DoneInOrder = free.IntN(2) == 0
 				tickets = append(tickets, r.submit(q))
 				readers[from] = append(readers[from], q.Done)
 				writer[to], readers[to] = q.Done, nil
@@ -1348,4 +1350,99 @@ func TestAbort(t *testing.T) {
 		}
 		r.equal(next, src)
 	})
+}
+
+// TestDoneByDevice: a stream that waits for a copy goes on though the host does not know yet that it
+// has landed, if the device may signal Done.
+func TestDoneByDevice(t *testing.T) {
+	for _, c := range []struct{ able, inOrder, relay, want bool }{
+		{able: true, inOrder: true, want: true}, {able: true}, {inOrder: true}, {able: true, inOrder: true, relay: true},
+	} {
+		o := transfer.Options{ChunkBytes: 40, Depth: 4}
+		o.Multipath.ChunkIn, o.Multipath.ChunkOut, o.Multipath.ThresholdIn, o.Multipath.ThresholdOut = 40, 40, 1, 1
+		r := newRig(t, emulated.Options{CopyErrorsLoseDevice: c.able}, o)
+		src, dst, relay := r.filled(100, 1), r.alloc(device.HBM(0), 100), r.alloc(device.HBM(1), 240)
+		if c.relay {
+			at := transfer.Relay{GPU: device.HBM(1)}
+			for i := range int64(3) {
+				at.In, at.Out = append(at.In, relay.Region(40*i, 40)), append(at.Out, relay.Region(120+40*i, 40))
+			}
+			if err := r.engine.AddRelay(at); err != nil {
+				t.Fatal(err)
+			}
+		}
+		consumer := r.stream(device.HBM(0), "consumer")
+		stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Times: -1, Match: func(p emulated.Point) bool { return p.To != device.Host }})
+		q := r.down(dst, src, transfer.Demand)
+		q.DoneInOrder = c.inOrder
+		ticket := r.submit(q)
+		if err := consumer.WaitFence(q.Done.Fence, q.Done.Value); err != nil {
+			t.Fatal(err)
+		}
+		release := r.engine.Hold()
+		stall.Release()
+		ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
+		if c.want {
+			ctx = t.Context() // it must not depend on how fast this machine is
+		}
+		if err := consumer.Synchronize(ctx); (err == nil) != c.want {
+			t.Errorf("%+v: the stream goes on while the host does nothing: %v", c, err)
+		}
+		cancel()
+		release()
+		r.wait(ticket)
+		if err := consumer.Synchronize(t.Context()); err != nil {
+			t.Error(err)
+		}
+		r.equal(dst, src)
+		if c.relay {
+			if _, err := r.engine.RemoveRelay(device.HBM(1)); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+}
+
+// TestFailedBehindSignal: where the device will signal Done, a later request with the same fence that
+// fails meanwhile does not set the fence before: the device's value would follow the higher one.
+func TestFailedBehindSignal(t *testing.T) {
+	r := newRig(t, emulated.Options{CopyErrorsLoseDevice: true}, transfer.Options{ChunkBytes: 50})
+	src, dst := r.filled(100, 1), r.alloc(device.HBM(0), 100)
+	consumer := r.stream(device.HBM(0), "consumer")
+	stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Times: -1, Match: func(p emulated.Point) bool { return p.To == device.HBM(0) }})
+	first := r.down(dst, src, transfer.Demand)
+	first.DoneInOrder = true
+	running := r.submit(first)
+	var later []*transfer.Ticket
+	q := first
+	for range 2 {
+		q.After = []device.Point{q.Done}
+		q.Done.Value++
+		later = append(later, r.submit(q))
+	}
+	if !later[1].Cancel() || !later[0].Cancel() {
+		t.Fatal("a copy behind one that stalls has begun")
+	}
+	if err := consumer.WaitFence(first.Done.Fence, first.Done.Value); err != nil {
+		t.Fatal(err)
+	}
+	r.reached(later[0].End(), true)
+	r.reached(first.Done, false)
+	if now := first.Done.Fence.Value(); now >= first.Done.Value {
+		t.Errorf("the fence is at %d before the copy has landed", now)
+	}
+	stall.Release()
+	r.wait(running)
+	for i, ticket := range later {
+		if err := ticket.Wait(t.Context()); !errors.Is(err, transfer.ErrCanceled) {
+			t.Errorf("canceled: %v", err)
+		}
+		if p := (device.Point{Fence: first.Done.Fence, Value: first.Done.Value + uint32(i) + 1}); !errors.Is(p.Wait(t.Context()), transfer.ErrCanceled) {
+			t.Errorf("value %d is not failed", p.Value)
+		}
+	}
+	r.equal(dst, src)
+	_ = consumer.Synchronize(t.Context()) // the fence may have failed when it waited
+	q.After, q.Done.Value = nil, q.Done.Value+1
+	r.wait(r.submit(q))
 }

@@ -6,3 +6,9 @@ func (e *Engine) TimedEvents() int {
 	defer e.mu.Unlock()
 	return len(e.events)
 }
+
+// Hold keeps the engine from doing anything until release is called.
+func (e *Engine) Hold() (release func()) {
+	e.mu.Lock()
+	return e.mu.Unlock
+}

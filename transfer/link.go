@@ -148,7 +148,7 @@ func (l *link) launch(i int, c dispatch.Chunk, via dispatch.Via) {
 	err := l.enqueue(i)
 	passed := false
 	if err == nil {
-		passed, err = e.watcher.WatchEvent(l.slots[i].event, l.slots[i].onEnd)
+		passed, err = l.watch(i)
 	}
 	switch {
 	case err != nil:
@@ -178,7 +178,33 @@ func (l *link) enqueue(i int) error {
 	if err := l.copy(i, t.unit); err != nil {
 		return err
 	}
-	return on.Record(s.event)
+	t.relayed = t.relayed || s.via.Hop != dispatch.Direct
+	if !t.inOrder || t.relayed || !s.chunk.Last() {
+		return on.Record(s.event)
+	}
+	if past, _ := t.done.Ended(); past {
+		return on.Record(s.event) // a later request with the fence has failed
+	}
+	// All chunks before it are on the same stream.
+	if err := on.SignalFence(t.done.Fence, t.done.Value); err != nil {
+		return err
+	}
+	t.signaled = true
+	l.engine.signaling[t.done.Fence] = t
+	if s.start != nil {
+		return on.Record(s.event)
+	}
+	return nil
+}
+
+// watch learns of the end of a slot's chunk: true if it has landed already. Done, where the device
+// signals it, is a word in memory, and an event a query of the driver.
+func (l *link) watch(i int) (landed bool, err error) {
+	s := &l.slots[i]
+	if t := s.chunk.Request.Owner.(*Ticket); t.signaled && s.start == nil {
+		return l.engine.watcher.Watch(t.done, s.onEnd)
+	}
+	return l.engine.watcher.WatchEvent(s.event, s.onEnd)
 }
 
 // begins and ends report whether the copy of the slot begins its request, and whether it ends the

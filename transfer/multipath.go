@@ -13,7 +13,7 @@ import (
 // Engine.AddRelay.
 type Multipath struct {
 	// ChunkIn and ChunkOut are the maximum sizes of chunks of copies from and to the host that relays
-	// carry too, in bytes. Relays' buffers that are smaller are what limits their own chunks. Default: 5 MiB.
+	// carry too, in bytes. Relays' buffers that are smaller are what limits their own chunks. Default: 8 MiB.
 	ChunkIn, ChunkOut int64
 	// ThresholdIn and ThresholdOut are the numbers of bytes that wait for a GPU's own link, in one
 	// request or in several, from which on relays carry some. Default: 11.3 and 13 MB; -1: never.
@@ -29,7 +29,7 @@ type Multipath struct {
 }
 
 const (
-	defaultRelayChunk   = 5 << 20
+	defaultRelayChunk   = 8 << 20
 	defaultThresholdIn  = 11_300_000
 	defaultThresholdOut = 13_000_000
 	// minRelayedPiece is the mean size of pieces below which the copy kernel, where there is one,

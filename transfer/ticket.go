@@ -27,6 +27,12 @@ type Ticket struct {
 	traced   *trace.Copy
 	priority Priority
 	timing   timing
+	// inOrder: see Request.DoneInOrder. relayed: relays have taken part. signaled: the device
+	// signals done.
+	inOrder, relayed, signaled bool
+	// failNext are later requests that have failed, whose Done is failed once the device has signaled
+	// that of this one.
+	failNext []*Ticket
 	// unit is the size of the blocks in which a kernel copies the pieces; 0: none does.
 	unit int64
 }

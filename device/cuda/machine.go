@@ -198,7 +198,7 @@ func (m *Machine) Topology() *device.Topology { return m.topo }
 
 // Capabilities implements device.Machine.
 func (m *Machine) Capabilities() device.Capabilities {
-	return device.Capabilities{KeepsData: true, Timed: true}
+	return device.Capabilities{KeepsData: true, Timed: true, CopyErrorsLoseDevice: true}
 }
 
 // DriverVersion returns the CUDA version of the driver: 12080 is 12.8.

@@ -112,7 +112,7 @@ func (m *Machine) Topology() *device.Topology { return m.topo }
 
 // Capabilities implements device.Machine.
 func (m *Machine) Capabilities() device.Capabilities {
-	return device.Capabilities{KeepsData: !m.o.NoData, Emulated: true, Timed: m.o.Virtual || m.o.Pace}
+	return device.Capabilities{KeepsData: !m.o.NoData, Emulated: true, Timed: m.o.Virtual || m.o.Pace, CopyErrorsLoseDevice: m.o.CopyErrorsLoseDevice}
 }
 
 // Now implements device.Clock.

@@ -71,6 +71,8 @@ type Options struct {
 	NoticeLatency time.Duration
 	// NoBatches: CopyBatch returns device.ErrNoBatches, as with an old driver.
 	NoBatches bool
+	// CopyErrorsLoseDevice is what the capability of that name says; copies are not made to fail then.
+	CopyErrorsLoseDevice bool
 	// HostNotMapped: kernels cannot read host memory in place (device.Machine.KernelAddr).
 	HostNotMapped bool
 	// FenceStart is the value at which all fences begin: 2^32-100, say, for tests of counters

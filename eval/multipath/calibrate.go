@@ -54,10 +54,12 @@ func Calibrate(ctx context.Context, o Options) (_ *Calibration, err error) {
 		return nil, err
 	}
 	c.SharedRoots = roots.Sets
+	// Many chunks for each link, also where the copy is small.
+	chunk := min(device.Align(o.Bytes/64), 8<<20)
 	relays, err := payingRelays(o.Relays, func(sets [][]device.Space) ([]float64, error) {
 		cells := make([]*cell, len(sets))
 		for i, s := range sets {
-			cells[i] = r.engineCell(ToGPU, o.Bytes, tuning{relays: s, always: true})
+			cells[i] = r.engineCell(ToGPU, o.Bytes, tuning{relays: s, chunk: chunk, always: true})
 		}
 		if err := r.measure(ctx, calibrationPart, min(r.o.Rounds, setRounds), cells); err != nil {
 			return nil, err

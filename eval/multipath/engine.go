@@ -96,11 +96,11 @@ func (e *engine) close() error {
 	return errors.Join(errs...)
 }
 
-// submit submits a copy.
-func (e *engine) submit(dst, src device.Region) (*transfer.Ticket, error) {
+// submit submits a copy; alone: none is pending before it.
+func (e *engine) submit(dst, src device.Region, alone bool) (*transfer.Ticket, error) {
 	e.value++
 	return e.Submit(transfer.Request{
-		Src: src, Dst: dst, Priority: transfer.Prefetch, Done: device.Point{Fence: e.done, Value: e.value}, Label: transfer.Text("copy measured"),
+		Src: src, Dst: dst, Priority: transfer.Prefetch, Done: device.Point{Fence: e.done, Value: e.value}, DoneInOrder: alone, Label: transfer.Text("copy measured"),
 	})
 }
 
@@ -123,7 +123,7 @@ func (e *engine) begin(dst, src device.Region) (*pending, error) {
 		return nil, err
 	}
 	began := e.r.o.Machine.Now()
-	t, err := e.submit(dst, src)
+	t, err := e.submit(dst, src, true)
 	if err != nil {
 		return nil, errors.Join(err, e.done.Signal(e.value)) // the consumer waits for it
 	}

@@ -527,7 +527,7 @@ func (r *rig) besideEngine(ctx context.Context, f flow) (values []float64, err e
 				var err error
 				tickets := []waiter{}
 				for _, s := range r.o.gpus() {
-					t, failed := e.submit(r.target(s), r.source.Region(0, n))
+					t, failed := e.submit(r.target(s), r.source.Region(0, n), false)
 					if failed != nil {
 						err = failed
 						break

@@ -77,7 +77,7 @@ func (h cpuHandler) Start(job *Job) (Transfer, []int, error) {
 		return nil, nil, err
 	}
 	ticket, err := h.env.Transfer.Submit(transfer.Request{
-		Pieces: pieces, Priority: job.Priority, After: slices.Concat(job.After, h.old), Done: done, Label: job.Label,
+		Pieces: pieces, Priority: job.Priority, After: slices.Concat(job.After, h.old), Done: done, DoneInOrder: true, Label: job.Label,
 	})
 	if err != nil {
 		h.points.cancel(done)

@@ -335,7 +335,7 @@ func (f *fileMemory) copyGroup(g *group, blocks []int, next func(*group, error))
 	g.buffer.copied.Value++
 	var err error
 	g.ticket, err = f.env.Transfer.Submit(transfer.Request{
-		Pieces: pieces, Priority: t.class, After: t.job.After, Done: g.buffer.copied, Label: t.job.Label,
+		Pieces: pieces, Priority: t.class, After: t.job.After, Done: g.buffer.copied, DoneInOrder: true, Label: t.job.Label,
 	})
 	if err != nil {
 		g.buffer.copied.Value--

@@ -309,7 +309,7 @@ func (h peerLoad) start(job *Job, reads []*read, refused []int) (Transfer, []int
 func (p *peerMemory) submit(r *read, job *Job) error {
 	done, err := p.points.take()
 	if err == nil {
-		r.ticket, err = p.env.Transfer.Submit(transfer.Request{Pieces: r.pieces, Priority: job.Priority, After: job.After, Done: done, Label: job.Label})
+		r.ticket, err = p.env.Transfer.Submit(transfer.Request{Pieces: r.pieces, Priority: job.Priority, After: job.After, Done: done, DoneInOrder: true, Label: job.Label})
 		if err != nil {
 			p.points.cancel(done)
 		}
