@@ -6,7 +6,7 @@ VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
 LDFLAGS := -s -w -X main.version=$(VERSION)
 GOLANGCI := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 
-.PHONY: build preload test race lint fmt fuzz soak hammer score load simulate openai clients deploy bench memory clean
+.PHONY: build preload test race lint fmt fuzz soak hammer score load simulate openai clients deploy router bench memory clean
 
 build:            ## the binary: with CUDA where gcc and a cuda.h are, else for the CPU alone
 	@if [ -n "$(NO_CUDA)" ] || ! $(MAKE) -s cuda-available; then \
@@ -68,6 +68,9 @@ GORELEASER := github.com/goreleaser/goreleaser/v2@v2.15.1
 deploy:           ## deploy/ before the tools that read it: Prometheus' parsers, Helm's lint and templates, goreleaser's check; minutes the first time
 	cd tests/deploy && $(GO) test -count=1 ./... && $(GO) vet ./... && $(GO) mod tidy -diff
 	GOFLAGS=-mod=mod $(GO) run $(GORELEASER) check
+
+router:           ## KV events before the llm-d router's subscriber, decoder, index and scorer; 210 MB and minutes the first time
+	cd tests/router && $(GO) test -count=1 ./... && $(GO) vet ./... && $(GO) mod tidy -diff
 
 PYTHON ?= python3
 

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"sync/atomic"
 	"time"
 
 	"github.com/moeserve/moeserve/configs"
@@ -143,9 +144,10 @@ type Node struct {
 	transfer *transfer.Engine
 	store    *experts.Store
 	kv       *kvcache.Manager
-	tiers    *offload.Tiers    // nil without KV tiers
-	events   *events.Publisher // nil without KV events
-	memory   *lending.Lender   // nil where the KV cache lends nothing to experts
+	tiers    *offload.Tiers          // nil without KV tiers
+	events   *events.Publisher       // nil without KV events
+	memory   *lending.Lender         // nil where the KV cache lends nothing to experts
+	target   atomic.Pointer[float64] // offload fraction that was set; nil: none was
 	pipe     *pipeline.Pipeline
 	steps    stepper
 	engine   *engine.Engine

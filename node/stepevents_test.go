@@ -44,6 +44,15 @@ func TestStepEvents(t *testing.T) {
 		}
 		for _, l := range step.Links {
 			copied += l.Bytes
+			for _, bytes := range l.ByPurpose {
+				l.Bytes -= bytes
+			}
+			if l.Bytes != 0 || l.ByPurpose["demand"]+l.ByPurpose["prefetch"] == 0 {
+				t.Errorf("step %d: %d bytes of a link are for nothing: %v", i, l.Bytes, l.ByPurpose)
+			}
+		}
+		if b := step.Bound; i > 0 && (b == nil || b.Share <= 0 || b.Share > 1) {
+			t.Errorf("step %d is bound by %+v", i, b)
 		}
 		listed := int64(0)
 		for _, f := range step.Fetched {
@@ -57,7 +66,7 @@ func TestStepEvents(t *testing.T) {
 			layers[r[0]] += r[2]
 		}
 		if i == 0 {
-			if len(layers) > 0 || len(step.Links) > 0 || len(step.Fetched) > 0 {
+			if len(layers) > 0 || len(step.Links) > 0 || len(step.Fetched) > 0 || step.Bound != nil {
 				t.Errorf("the first step that is observed has what came before: %+v", step)
 			}
 			continue

@@ -169,6 +169,7 @@ func runTiers(t *testing.T, c tierCase) outcome {
 			}
 			if c.lends {
 				lendAny(n, swaps)
+				targetAny(t, n, swaps)
 			}
 		}},
 	})
@@ -244,6 +245,23 @@ func lendAny(n *node.Node, rng *rand.Rand) {
 		p := n.Store().Plan()
 		id := experts.ID{Layer: rng.IntN(len(p.Layers)), Expert: rng.IntN(p.Experts)}
 		_ = n.Store().MakeResident(id) // it may be already, or have no place
+	}
+}
+
+// targetAny gives the offload fraction a target now and then, or takes it away.
+func targetAny(t *testing.T, n *node.Node, rng *rand.Rand) {
+	t.Helper()
+	var target *float64
+	switch rng.IntN(8) {
+	case 0:
+	case 1, 2:
+		f := rng.Float64() * n.Offloading().Highest
+		target = &f
+	default:
+		return
+	}
+	if err := n.SetOffloadFraction(target); err != nil {
+		t.Error(err)
 	}
 }
 

@@ -30,8 +30,10 @@ type Capacity struct {
 	Host experts.Link
 	// Peers that may be used.
 	Peers []Peer
-	// Places is the free lent memory of the GPU, as the number of experts that fit.
-	Places int
+	// Places is the free lent memory of the GPU, as the number of experts that fit. FillPlaces: all
+	// of it is used, also by experts that are used little.
+	Places     int
+	FillPlaces bool
 }
 
 // Peer is a peer whose memory is borrowed.
@@ -184,6 +186,7 @@ type planner struct {
 	// Number of experts of each layer on peers, offloaded, resident, and in all.
 	onPeers, offloaded, resident, all []int
 	places                            int
+	fillPlaces                        bool
 	moves                             []*move
 }
 
@@ -211,7 +214,7 @@ func newPlanner(s Stats, c Capacity, t Tuning, now time.Duration, force bool) *p
 	for _, of := range []*[]int{&p.onPeers, &p.offloaded, &p.resident, &p.all} {
 		*of = make([]int, len(s.Placed))
 	}
-	p.places = c.Places
+	p.places, p.fillPlaces = c.Places, c.FillPlaces
 	for l, placed := range s.Placed {
 		p.all[l] = len(placed)
 		for e, h := range placed {
@@ -374,7 +377,7 @@ func (p *planner) makeResident() {
 	for _, in := range p.candidates(residentMemory) {
 		switch {
 		case p.places > 0:
-			if p.worthwhile(in, nil, in.gain, 0) {
+			if p.fillPlaces || p.worthwhile(in, nil, in.gain, 0) {
 				p.places--
 				p.resident[in.id.Layer]++
 				p.add(MakeResident, in, in, nil, in.gain, in.rank)

@@ -68,6 +68,12 @@ func lending(places int, c rebalancer.Capacity) rebalancer.Capacity {
 	return c
 }
 
+// filling is c with its free places filled.
+func filling(c rebalancer.Capacity) rebalancer.Capacity {
+	c.FillPlaces = true
+	return c
+}
+
 // TestPlanBesideDeadPeer: a peer that lends nothing, or is in back-off after a refusal, does
 // not keep experts from being replaced on the other one.
 func TestPlanBesideDeadPeer(t *testing.T) {
@@ -230,6 +236,11 @@ func TestPlan(t *testing.T) {
 			want:     "make resident 1/0, make resident 0/0, make resident 1/1",
 		},
 		{
+			name: "and, where it is to be filled, to the others, of each layer as many", layers: "H:5 H:0.01 H*:0 L:9\nH:0 1:0 H:0 L:9",
+			capacity: filling(lending(4, capacity(50, peer(1, 300, 0)))),
+			want:     "make resident 0/0, make resident 0/1, make resident 1/0, make resident 1/1",
+		},
+		{
 			name: "before copies on peers", layers: "H:5 H:4",
 			capacity: lending(1, capacity(50, peer(1, 300, 1))),
 			want:     "make resident 0/0, promote 0/1 to [0]",
@@ -286,7 +297,7 @@ func random(t *rapid.T) (rebalancer.Stats, rebalancer.Capacity) {
 	for i := range rapid.IntRange(0, 3).Draw(t, "peers") {
 		c.Peers = append(c.Peers, peer(i+1, rapid.SampledFrom([]float64{0, 25, 100, 110, 300}).Draw(t, "rate"), rapid.IntRange(0, 6).Draw(t, "free")))
 	}
-	c.Places = rapid.IntRange(0, 3).Draw(t, "places")
+	c.Places, c.FillPlaces = rapid.IntRange(0, 3).Draw(t, "places"), rapid.Bool().Draw(t, "fill")
 	layers, n := rapid.IntRange(1, 4).Draw(t, "layers"), rapid.IntRange(1, 8).Draw(t, "experts")
 	rate := rapid.SampledFrom([]float64{0, 0, 0.1, 0.5, 1, 1.05, 2, 10, 50})
 	for range layers {
@@ -447,7 +458,7 @@ func TestPlans(t *testing.T) {
 			gain := 0.0
 			for _, m := range moves {
 				gain += m.Gain * float64(s.Bytes)
-				if m.Kind != rebalancer.Promote && m.Gain <= 0 {
+				if filled := c.FillPlaces && m.Kind == rebalancer.MakeResident && m.In == m.Out; m.Kind != rebalancer.Promote && !filled && m.Gain <= 0 {
 					t.Fatalf("%v gains %g", m, m.Gain)
 				}
 			}

@@ -125,8 +125,8 @@ type Rebalancer struct {
 	worth atomic.Pointer[Worth]
 
 	stop func() // ends the loop; nil before Start
-	// paused: ticks do nothing.
-	paused bool
+	// paused: ticks do nothing. fill: see SetFillPlaces.
+	paused, fill bool
 }
 
 // promotion is a started Replace: its copy starts when the replaced one's memory is free.
@@ -241,6 +241,13 @@ func (r *Rebalancer) SetMigrationLimit(bytesPerSecond float64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.core.o.MigrationLimit = bytesPerSecond
+}
+
+// SetFillPlaces has free places be filled with experts that are used little, too.
+func (r *Rebalancer) SetFillPlaces(fill bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.fill = fill
 }
 
 // Tick updates the rates and starts the moves that the limits allow. It does not wait for
@@ -359,7 +366,7 @@ func (r *Rebalancer) view(now time.Duration, readmit bool) View {
 		v.Placed[p.id.Layer][p.id.Expert].Moving = true
 	}
 	if r.o.Places != nil {
-		v.Places = r.o.Places.FreePlaces()
+		v.Places, v.FillPlaces = r.o.Places.FreePlaces(), r.fill
 	}
 	var health map[device.Space]error
 	var room map[device.Space]int

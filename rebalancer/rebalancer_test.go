@@ -749,6 +749,37 @@ func TestLentMemory(t *testing.T) {
 	}
 }
 
+// TestFillPlaces: places that are to be filled have experts before any is used, and whoever is used
+// then comes in place of those.
+func TestFillPlaces(t *testing.T) {
+	const places = 2 * rigLayers
+	r := newRig(t, rigOptions{machine: emulated.Options{Virtual: true}, places: places, core: rebalancer.CoreOptions{MigrationLimit: -1}})
+	tick := func(fill bool) int64 {
+		r.rb.SetFillPlaces(fill)
+		if err := r.rb.Tick(r.m.Now()); err != nil {
+			t.Fatal(err)
+		}
+		return r.rb.Counts().MadeResident
+	}
+	if n := tick(false); n > 0 {
+		t.Errorf("%d experts without any use are made resident", n)
+	}
+	if n := tick(true); n == 0 {
+		t.Error("no place is filled")
+	}
+	r.steps(6*time.Second, false)
+	for l, homes := range r.store.Placed() {
+		for _, e := range []int{r.hot, r.hot + 1} {
+			if h := homes[(e+l)%rigExperts]; h.Tier != experts.Resident || !h.Lent {
+				t.Errorf("layer %d: hot expert %d is %+v", l, (e+l)%rigExperts, h)
+			}
+		}
+	}
+	if n := r.store.FreePlaces(); n > 0 {
+		t.Errorf("%d places are free", n)
+	}
+}
+
 // TestRefusals: a policy that lets little be had slows moves down, and is no trouble.
 func TestRefusals(t *testing.T) {
 	for _, c := range []struct {

@@ -23,6 +23,11 @@ func TestDebugNode(t *testing.T) {
 				Allocated int64 `json:"allocated_bytes"`
 			}
 			Stalls map[string]float64
+			Links  []struct {
+				Src, Dst  string
+				Bytes     int64
+				ByPurpose map[string]int64 `json:"bytes_by_purpose"`
+			}
 		}
 	}
 	if err := json.Unmarshal([]byte(h.send(http.MethodGet, "/debug/node", "").body), &n); err != nil {
@@ -39,6 +44,18 @@ func TestDebugNode(t *testing.T) {
 		return m.Space == "gpu0" && m.Allocated > 0
 	}) {
 		t.Errorf("nothing is allocated on the GPU: %+v", n.Now.Memories)
+	}
+	if len(n.Now.Links) == 0 {
+		t.Error("no link has copied the weights")
+	}
+	for _, l := range n.Now.Links {
+		var bytes int64
+		for _, n := range l.ByPurpose {
+			bytes += n
+		}
+		if bytes != l.Bytes || l.Dst == "gpu0" && l.ByPurpose["demand"] == 0 {
+			t.Errorf("%s to %s: %d bytes, for %v", l.Src, l.Dst, l.Bytes, l.ByPurpose)
+		}
 	}
 	if a := h.send(http.MethodGet, "/debug/node?model=other", ""); a.status != http.StatusNotFound || !strings.Contains(a.body, "other") {
 		t.Errorf("%d %s", a.status, a.body)

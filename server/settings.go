@@ -9,7 +9,8 @@ import (
 // Settings are those of a running server that operators read and change on the admin address. Its
 // methods may be called from any goroutine; changes wait for each other.
 type Settings interface {
-	// Values are the settings that can change, by name, with a JSON form.
+	// Values are the settings that can change, by name, with a JSON form, and the state that they have
+	// led to, by a name that Change ignores.
 	Values() map[string]any
 	// Change sets all of these values, or none where it returns an error: a *RefusedError for one
 	// that is not accepted.

@@ -221,6 +221,8 @@ func unitOf(f jsonField) string {
 		return "0 to 1"
 	case "seconds", "busy_seconds", "predicted_seconds":
 		return "s"
+	case "bytes_by_purpose":
+		return "bytes"
 	case "bytes_per_second":
 		return "bytes/s"
 	}

@@ -18,13 +18,15 @@ import (
 
 const logLevelKey = "log-level"
 
+// stateKey is the member of Values that has the state of the models. It is no setting.
+const stateKey = "state"
+
 // liveKeys are the settings that can change while a server runs.
-func liveKeys() []string { return append(node.Changeable(), logLevelKey) }
+func liveKeys() []string { return append(node.Changeable(), node.OffloadFractionKey, logLevelKey) }
 
 // atStart says of settings that cannot change while a server runs what to do instead; of all others it
 // is said to start again.
 var atStart = map[string]string{
-	"offload-fraction": "cannot change while the model runs, as the GPU's memory is divided when it is loaded; start again with it, or with --kv-experts-share auto, which makes more experts resident while the KV cache has room",
 	"resident-experts": "cannot change while the model runs; start again with it, or with --dynamic-residency, which swaps resident experts by use",
 	"model":            "cannot change while the server runs; start again with it, or with several --model, which take turns",
 }
@@ -39,8 +41,9 @@ type live struct {
 	// as flags have them.
 	started configs.Settings
 	values  map[string]any
-	// nodes that have them; none until the models are loaded.
-	nodes []*node.Node
+	// nodes that have them; none until the models are loaded. offload are their offload fractions.
+	nodes   []*node.Node
+	offload *offloadTargets
 }
 
 var _ server.Settings = (*live)(nil)
@@ -49,7 +52,9 @@ func newLive(set *configs.Settings, level *slog.LevelVar, log *slog.Logger) *liv
 	l := &live{log: log, level: level, started: *set, values: map[string]any{}}
 	all := set.Values()
 	for _, key := range liveKeys() {
-		l.values[key] = all[key]
+		if key != node.OffloadFractionKey {
+			l.values[key] = all[key]
+		}
 	}
 	return l
 }
@@ -61,22 +66,36 @@ func (l *live) serving(models []*served) {
 	for _, m := range models {
 		l.nodes = append(l.nodes, m.node)
 	}
+	l.offload = newOffloadTargets(models)
 }
 
 // Values implements server.Settings.
 func (l *live) Values() map[string]any {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return maps.Clone(l.values)
+	values := maps.Clone(l.values)
+	values[node.OffloadFractionKey] = l.offload.value()
+	values[stateKey] = l.offload.state()
+	return values
 }
 
 // Change implements server.Settings.
 func (l *live) Change(values map[string]json.RawMessage) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	to := maps.Clone(l.values)
+	to, offload := maps.Clone(l.values), l.offload.values
 	var keys []string // that change
 	for _, key := range slices.Sorted(maps.Keys(values)) {
+		switch key {
+		case stateKey: // as Values has it
+			continue
+		case node.OffloadFractionKey:
+			var err error
+			if offload, err = l.offload.parse(values[key]); err != nil {
+				return err
+			}
+			continue
+		}
 		v, err := liveValue(key, values[key])
 		if err != nil {
 			return err
@@ -104,6 +123,9 @@ func (l *live) Change(values map[string]json.RawMessage) error {
 		if err := n.Change(&settings[i], ofNode...); err != nil {
 			return fmt.Errorf("some settings may have changed, others not: %w", err)
 		}
+	}
+	if err := l.offload.set(offload, l.log); err != nil {
+		return fmt.Errorf("some settings may have changed, others not: %w", err)
 	}
 	level := started.Output.LogLevel.Level()
 	l.level.Set(min(level, l.level.Level())) // a change to fewer messages is a message, too

@@ -251,6 +251,7 @@ func TestReferenceAPI(t *testing.T) {
 var liveEffects = map[string]string{
 	"harvest-headroom": "what is borrowed beyond it is revoked at once, as when other processes need the memory",
 	"migration-limit":  "holds for the next migrations",
+	"offload-fraction": "with `--kv-experts-share auto`: as much memory of the KV cache is lent to experts as brings the fraction of offloaded ones to this one, or as near to it as there is memory; `auto` or `null`: memory goes where it is worth more. An object sets it by model: `{\"offload-fraction\": {\"NAME\": 0.25}}` ([more](../guide/kv-cache.md#a-fraction-of-your-own))",
 	"peers":            "of GPUs that are no longer in the list all is revoked, and nothing is borrowed; only GPUs that were peers at the start can be in it; `auto`: all of these",
 	"log-level":        "holds for the next message; `auto` is `info`",
 }
@@ -258,7 +259,7 @@ var liveEffects = map[string]string{
 // liveReference is about the settings that can change while a server runs.
 func liveReference(t *testing.T) string {
 	var b strings.Builder
-	b.WriteString("\n## Settings of a running server\n\n`PATCH /admin/settings` takes a JSON object of settings, named and written as flags are, such as `{\"peers\": \"1\", \"harvest-headroom\": \"8GiB\"}`. All are checked before any changes; one that is refused is named, with status 400, and none has changed. The answer, as that of GET, has all that can change, with their values now. Changes wait for each other, are logged, and end with the process. Requests run on, and get the same completions.\n\n| setting | what becomes of a change |\n|---|---|\n")
+	b.WriteString("\n## Settings of a running server\n\n`PATCH /admin/settings` takes a JSON object of settings, named and written as flags are, such as `{\"peers\": \"1\", \"harvest-headroom\": \"8GiB\"}`. All are checked before any changes; one that is refused is named, with status 400, and none has changed. The answer, as that of GET, has all that can change, with their values now, and as `state` what has come of them ([fields](json.md#adminsettings-state)), which is ignored where it is sent back. Changes wait for each other, are logged, and end with the process. Requests run on, and get the same completions.\n\n| setting | what becomes of a change |\n|---|---|\n")
 	for _, key := range liveKeys() {
 		if liveEffects[key] == "" {
 			t.Errorf("liveEffects does not say what becomes of a change of %s", key)

@@ -287,6 +287,7 @@ func TestReferenceJSON(t *testing.T) {
 		{"harvest", "bench harvest --json", "One object for a measurement of an engine and a tenant, another user of the peer that it borrows from.", "eval/tenancy", "Result"},
 		{"residency", "/debug/residency", "`GET /debug/residency` of a server: where every expert is now, what is borrowed of each peer, and where KV blocks are. `GET /debug/kv` has the object `kv` alone.", "node/observe", "Residency"},
 		{"turns", "/debug/turns", "`GET /debug/turns` of a server with several models: which is awake, and what waits for each.", "node/turns", "State"},
+		{"settings", "/admin/settings: state", "`GET /admin/settings` of a server has, beside [the settings that can change](api.md#settings-of-a-running-server), the object `state`: how many experts are offloaded now, and how many are to be.", "cmd/moeserve", "liveState"},
 		{"node", "/debug/node", "`GET /debug/node` of a server: `model`, its name; `version` of the server; `since` when the model is loaded; `max_model_len`; and, as the object `now`, what the node is doing.", "node/observe", "Now"},
 		{"events", "/debug/events", "`GET /debug/events` of a server streams one object for each allocation, revocation and move (server-sent events). Fields that say nothing of an event are absent.", "node/observe", "Event"},
 		{"steps", "/debug/events: engine.step", "The same stream has one object for each step. Stalls, links, fetches and experts are those since the step before; the first one that is streamed has none.", "node/observe", "Step"},

@@ -113,6 +113,7 @@ type Links []Link
 
 var (
 	copied  = metrics.NewDesc("moeserve_copy_bytes_total", "Bytes copied from one memory to another.", "src", "dst")
+	purpose = metrics.NewDesc("moeserve_copy_purpose_bytes_total", "Bytes copied from one memory to another, by purpose: what is waited for, such as experts of the layer that runs and weights that are loaded (demand), experts of later layers (prefetch), KV blocks (kv-load, kv-store), moves of experts (migration). Copies whose priority was raised count by the priority that they had in the end.", "src", "dst", "purpose")
 	relayed = metrics.NewDesc("moeserve_relayed_bytes_total", "Bytes that the link between the host and a GPU has carried for copies of other GPUs, through its memory.", "src", "dst")
 	retired = metrics.NewDesc("moeserve_relay_retired", "1 where a link no longer carries copies of other GPUs, since it failed.", "src", "dst")
 	busy    = metrics.NewDesc("moeserve_copy_busy_seconds_total", "Time with a copy under way from one memory to another.", "src", "dst")
@@ -121,6 +122,11 @@ var (
 func (l Links) collect(to *metrics.Sink) {
 	for _, p := range l {
 		to.Counter(copied, float64(p.Bytes), p.From.String(), p.To.String())
+		for class, bytes := range p.ByPriority {
+			if c := transfer.Priority(class); c <= transfer.Demand || bytes > 0 {
+				to.Counter(purpose, float64(bytes), p.From.String(), p.To.String(), c.String())
+			}
+		}
 		to.Counter(busy, p.Busy.Seconds(), p.From.String(), p.To.String())
 		if p.From == device.Host || p.To == device.Host {
 			to.Counter(relayed, float64(p.RelayedBytes), p.From.String(), p.To.String())

@@ -24,7 +24,7 @@ func TestCollect(t *testing.T) {
 		Promoted: 9, Demoted: 2, Revoked: 3, Swapped: 8, MigratedBytes: 10, MadeResident: 13, Offloaded: 14, PrefetchPredicted: 11, PrefetchUsed: 12,
 	}}
 	l := Links{
-		{PathStats: transfer.PathStats{From: device.Host, To: device.HBM(0), Bytes: 8, Busy: 1500 * time.Millisecond, RelayedBytes: 7, Retired: true}},
+		{PathStats: transfer.PathStats{From: device.Host, To: device.HBM(0), Bytes: 8, Busy: 1500 * time.Millisecond, RelayedBytes: 7, Retired: true, ByPriority: [transfer.Priorities]int64{transfer.Demand: 5, transfer.Rebalance: 2, 7: 1}}},
 		{PathStats: transfer.PathStats{From: device.HBM(1), To: device.HBM(0), Bytes: 9}},
 	}
 	m := Memories{{Space: "host", Capacity: 30, Allocated: 31, Peak: 32}}
@@ -69,6 +69,17 @@ moeserve_offload_fraction 0.25
 moeserve_copy_busy_seconds_total{dst="gpu0",src="host"} 1.5
 moeserve_copy_bytes_total{dst="gpu0",src="gpu1"} 9
 moeserve_copy_bytes_total{dst="gpu0",src="host"} 8
+moeserve_copy_purpose_bytes_total{dst="gpu0",purpose="demand",src="gpu1"} 0
+moeserve_copy_purpose_bytes_total{dst="gpu0",purpose="demand",src="host"} 5
+moeserve_copy_purpose_bytes_total{dst="gpu0",purpose="kv-load",src="gpu1"} 0
+moeserve_copy_purpose_bytes_total{dst="gpu0",purpose="kv-load",src="host"} 0
+moeserve_copy_purpose_bytes_total{dst="gpu0",purpose="kv-store",src="gpu1"} 0
+moeserve_copy_purpose_bytes_total{dst="gpu0",purpose="kv-store",src="host"} 0
+moeserve_copy_purpose_bytes_total{dst="gpu0",purpose="migration",src="gpu1"} 0
+moeserve_copy_purpose_bytes_total{dst="gpu0",purpose="migration",src="host"} 2
+moeserve_copy_purpose_bytes_total{dst="gpu0",purpose="prefetch",src="gpu1"} 0
+moeserve_copy_purpose_bytes_total{dst="gpu0",purpose="prefetch",src="host"} 0
+moeserve_copy_purpose_bytes_total{dst="gpu0",purpose="priority(7)",src="host"} 1
 moeserve_relay_retired{dst="gpu0",src="host"} 1
 moeserve_relayed_bytes_total{dst="gpu0",src="host"} 7
 `},

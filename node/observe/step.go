@@ -1,12 +1,15 @@
 package observe
 
 import (
+	"maps"
+	"slices"
 	"sync"
 	"time"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/pipeline"
+	"github.com/moeserve/moeserve/transfer"
 )
 
 // EngineStep is the name of the event of a step.
@@ -32,6 +35,8 @@ type Step struct {
 	// Stalls are the compute stream's, in seconds by cause.
 	Stalls map[string]float64 `json:"stalls,omitempty"`
 	Links  []LinkUse          `json:"links,omitempty"`
+	// Bound is what the step was bound by; nil: not known of the first one.
+	Bound *Bound `json:"bound,omitempty"`
 	// Fetches of experts; Fetched are these experts, as [layer, expert, fetches], in steps of up to 8 tokens.
 	Fetches int64      `json:"fetches,omitempty"`
 	Fetched [][3]int64 `json:"fetched,omitempty"`
@@ -39,20 +44,95 @@ type Step struct {
 	Routed [][3]int64 `json:"routed,omitempty"`
 }
 
-// LinkUse is what a link copied within a step.
+// LinkUse is what a link has copied, or copied within a step.
 type LinkUse struct {
-	Source      string  `json:"src"`
-	Destination string  `json:"dst"`
-	Bytes       int64   `json:"bytes"`
-	BusySeconds float64 `json:"busy_seconds"`
+	Source      string `json:"src"`
+	Destination string `json:"dst"`
+	Bytes       int64  `json:"bytes"`
+	// ByPurpose are the bytes by the name of the priority that their copy had in the end: "demand", "kv-load". Those of
+	// 0 are absent.
+	ByPurpose   map[string]int64 `json:"bytes_by_purpose,omitempty"`
+	BusySeconds float64          `json:"busy_seconds"`
+}
+
+// linkUse is what a link has copied since before.
+func linkUse(now, before transfer.PathStats) LinkUse {
+	u := LinkUse{Source: now.From.String(), Destination: now.To.String(), Bytes: now.Bytes - before.Bytes, BusySeconds: (now.Busy - before.Busy).Seconds()}
+	for p, bytes := range now.ByPriority {
+		if bytes -= before.ByPriority[p]; bytes > 0 {
+			if u.ByPurpose == nil {
+				u.ByPurpose = map[string]int64{}
+			}
+			u.ByPurpose[transfer.Priority(p).String()] = bytes
+		}
+	}
+	return u
+}
+
+// Bound is what a step was bound by.
+type Bound struct {
+	// By is "compute", "link", or the cause of a stall: "router-sync".
+	By string `json:"by"`
+	// Source and Destination are those of a link.
+	Source      string `json:"src,omitempty"`
+	Destination string `json:"dst,omitempty"`
+	// Share of the step's time in which the GPU computed, the link was busy, or the compute stream waited, from 0 to 1.
+	Share float64 `json:"share"`
+}
+
+// The bounds that are no stalls.
+const (
+	boundByCompute = "compute"
+	boundByLink    = "link"
+)
+
+// bound finds what took the largest share of the step's time: computing, a stall, or, where the compute stream has waited
+// for copies, a link that was busy with copies of this kind. Background copies bind no step, so a link's busy time
+// counts by their share of its bytes, less gap: the seconds before the step that the links' counters include, in which
+// it may have been busy too. A wait for copies is named by its link where that was busy for half as long or longer.
+func (s *Step) bound(gap float64) *Bound {
+	if s.Seconds <= 0 {
+		return nil
+	}
+	computed := s.Seconds
+	var stall string
+	for _, cause := range slices.Sorted(maps.Keys(s.Stalls)) {
+		computed -= s.Stalls[cause]
+		if s.Stalls[cause] > s.Stalls[stall] {
+			stall = cause
+		}
+	}
+	by, seconds := &Bound{By: boundByCompute}, computed
+	if s.Stalls[stall] > seconds {
+		by, seconds = &Bound{By: stall}, s.Stalls[stall]
+	}
+	enough := seconds
+	if by.By == pipeline.ExpertCopy.String() || by.By == pipeline.KVLoad.String() {
+		enough /= 2
+	}
+	for _, l := range s.Links {
+		var awaited int64
+		if s.Stalls[pipeline.ExpertCopy.String()] > 0 {
+			awaited = l.ByPurpose[transfer.Demand.String()] + l.ByPurpose[transfer.Prefetch.String()]
+		}
+		if s.Stalls[pipeline.KVLoad.String()] > 0 {
+			awaited += l.ByPurpose[transfer.KVLoad.String()]
+		}
+		if b := l.BusySeconds*float64(awaited)/float64(max(l.Bytes, 1)) - gap; awaited > 0 && b >= enough {
+			by, seconds, enough = &Bound{By: boundByLink, Source: l.Source, Destination: l.Destination}, b, b
+		}
+	}
+	by.Share = min(seconds/s.Seconds, 1)
+	return by
 }
 
 // lastStep is what counters had at the end of the last step that was observed.
 type lastStep struct {
 	mu      sync.Mutex
 	steps   int64 // 0: none was observed
+	time    time.Time
 	stalls  pipeline.Stalls
-	links   map[device.Pair]LinkUse
+	links   map[device.Pair]transfer.PathStats
 	fetched [][]int64
 	routed  [][]int64
 }
@@ -81,15 +161,19 @@ func (o *Observer) Step(i engine.StepInfo) Step {
 		}
 	}
 	l.stalls = stalls
-	links := map[device.Pair]LinkUse{}
+	links := map[device.Pair]transfer.PathStats{}
 	for _, t := range o.p.Transfer.Stats() {
 		pair := device.Pair{From: t.From, To: t.To}
-		links[pair] = LinkUse{t.From.String(), t.To.String(), t.Bytes, t.Busy.Seconds()}
+		links[pair] = t
 		if before := l.links[pair]; follows && t.Bytes > before.Bytes {
-			s.Links = append(s.Links, LinkUse{t.From.String(), t.To.String(), t.Bytes - before.Bytes, t.Busy.Seconds() - before.BusySeconds})
+			s.Links = append(s.Links, linkUse(t, before))
 		}
 	}
 	l.links = links
+	if follows {
+		s.Bound = s.bound(max(0, s.Time.Sub(l.time).Seconds()-s.Seconds))
+	}
+	l.time = s.Time
 	fetched, routed, numbers := o.p.Store.Fetches(), o.p.Store.RoutedTokens(), o.p.Store.LayerNumbers()
 	if follows {
 		s.Fetches = sum(fetched) - sum(l.fetched)
@@ -201,7 +285,7 @@ func (o *Observer) Now() Now {
 	}
 	n.Memories = o.memories(n.SleepLevel > 0)
 	for _, l := range o.Links() {
-		n.Links = append(n.Links, LinkState{LinkUse{l.From.String(), l.To.String(), l.Bytes, l.Busy.Seconds()}, l.BytesPerSecond})
+		n.Links = append(n.Links, LinkState{linkUse(l.PathStats, transfer.PathStats{}), l.BytesPerSecond})
 	}
 	return n
 }

@@ -1,6 +1,7 @@
 package lending
 
 import (
+	"cmp"
 	"math"
 	"slices"
 	"time"
@@ -59,6 +60,8 @@ type View struct {
 	Lent []Extent
 	// Least is the extent that would be withdrawn next.
 	Least kvcache.ExtentState
+	// Target is how many extents are to be lent, whatever they are worth; nil: the worth decides.
+	Target *int
 }
 
 // Extent is a lent extent.
@@ -114,8 +117,31 @@ func (c *Core) Decide(v View, now time.Duration) (d Decision) {
 	c.lost.Observe(r.LostHits, float64(r.Lost), now)
 	c.late.Observe(r.LateHits, min(float64(r.Lost), lateShare*float64(r.MaxLost)), now)
 	c.all.Observe(r.Hits, float64(r.Cached), now)
+	if v.Target != nil {
+		return c.follow(&v)
+	}
 	if d.Return = c.returns(&v, now); len(d.Return) == 0 {
 		d.Lend = c.lend(&v, now)
+	}
+	return d
+}
+
+// follow comes nearer to the target, by up to Ahead extents, of which it lends as many as there are
+// free blocks for. Where nothing runs that would leave the first waiting request the blocks that it
+// lacks, that gets them at once, and the target has to wait.
+func (c *Core) follow(v *View) (d Decision) {
+	more, most := *v.Target-len(v.Lent), c.o.Ahead
+	stuck := v.Lacking > 0 && v.Running == 0
+	if lacks := v.Lacking - v.Free; stuck && lacks > 0 {
+		n := (lacks + c.o.ExtentBlocks - 1) / c.o.ExtentBlocks
+		more, most = min(more, -n), max(most, n)
+	}
+	switch {
+	case more < 0:
+		d.Return = byWorth(v.Lent)[:min(-more, most, len(v.Lent))]
+	case !stuck:
+		room := (v.Free - c.reserve(v) - v.Least.Busy) / c.o.ExtentBlocks
+		d.Lend = max(0, min(more, most-ahead(v.Lent), room))
 	}
 	return d
 }
@@ -127,19 +153,33 @@ func (c *Core) wanted() float64 { return max(c.lost.PerSecond(), c.late.PerSecon
 // reserve is how many blocks are kept free for running sequences to grow.
 func (c *Core) reserve(v *View) int { return int(growth * float64(v.Present-v.Free)) }
 
+// ahead is the number of extents that no expert has come to.
+func ahead(lent []Extent) (n int) {
+	for _, x := range lent {
+		if x.Free {
+			n++
+		}
+	}
+	return n
+}
+
+// byWorth are the indices of extents, of those that are worth least first.
+func byWorth(lent []Extent) []int {
+	order := make([]int, len(lent))
+	for i := range order {
+		order[i] = i
+	}
+	slices.SortStableFunc(order, func(a, b int) int { return cmp.Compare(lent[a].Worth, lent[b].Worth) })
+	return order
+}
+
 // lend is how many extents experts get in addition.
 func (c *Core) lend(v *View, now time.Duration) (n int) {
 	if now < c.lendFrom || v.Lacking > 0 {
 		return 0
 	}
-	ahead := 0
-	for _, x := range v.Lent {
-		if x.Free {
-			ahead++
-		}
-	}
 	free, empty := v.Free-c.reserve(v), v.Reuse.Empty-c.reserve(v)
-	for i := ahead; i < min(len(v.Next), c.o.Ahead) && free >= c.o.ExtentBlocks+v.Least.Busy; i++ {
+	for i := ahead(v.Lent); i < min(len(v.Next), c.o.Ahead) && free >= c.o.ExtentBlocks+v.Least.Busy; i++ {
 		gain := v.Next[i] * v.Exposed
 		// Empty blocks are worth what comes back to them of what was lost.
 		lost := min(max(c.o.ExtentBlocks-empty, 0), c.o.ExtentBlocks)
@@ -161,26 +201,13 @@ func (c *Core) lend(v *View, now time.Duration) (n int) {
 
 // returns are the extents that the KV cache gets back.
 func (c *Core) returns(v *View, now time.Duration) (back []int) {
-	order := make([]int, len(v.Lent))
-	for i := range order {
-		order[i] = i
-	}
-	slices.SortStableFunc(order, func(a, b int) int {
-		switch x, y := v.Lent[a].Worth, v.Lent[b].Worth; {
-		case x < y:
-			return -1
-		case x > y:
-			return 1
-		}
-		return 0
-	})
 	lacking := v.Lacking - v.Free
 	pressed := v.Lacking > 0 && lacking > 0
 	lost := v.Reuse.Lost
 	if v.Reuse.Empty > c.reserve(v)+c.o.ExtentBlocks {
 		lost = 0 // there is room for them
 	}
-	for _, i := range order {
+	for _, i := range byWorth(v.Lent) {
 		x := &v.Lent[i]
 		due := now-x.Since >= c.o.Residence
 		gain := float64(min(max(lost, 0), c.o.ExtentBlocks)) * c.wanted() * v.BlockSeconds

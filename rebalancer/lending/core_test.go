@@ -170,6 +170,111 @@ func TestNoThrashing(t *testing.T) {
 	}
 }
 
+// TestTarget: a target decides, whatever extents are worth, however lately they came, and whether
+// requests wait; blocks that running sequences have or will need stay theirs.
+func TestTarget(t *testing.T) {
+	lent := func(free bool, worths ...float64) (all []lending.Extent) {
+		for _, w := range worths {
+			all = append(all, lending.Extent{Worth: w, Since: time.Minute, Free: free}) // just now
+		}
+		return all
+	}
+	for _, c := range []struct {
+		name   string
+		target int
+		change func(h *history)
+		lend   int
+		back   []int
+	}{
+		{"reached", 4, func(*history) {}, 0, nil},
+		{"above", 6, func(*history) {}, 2, nil},
+		{"far above", 99, func(*history) {}, 8, nil},
+		{"extents that are worth nothing to experts", 6, func(h *history) { h.v.Exposed, h.v.Next = 0, nil }, 2, nil},
+		{"cached blocks that are found", 6, func(h *history) { h.v.Reuse.Cached, h.cold = 1000, 50 }, 2, nil},
+		{"beside those that no expert has come to yet", 99, func(h *history) { h.v.Lent = append(h.v.Lent, lent(true, 0, 0, 0)...) }, 5, nil},
+		{"as many as there are free blocks for", 9, func(h *history) { h.v.Free = 230 }, 3, nil}, // 770 used blocks may grow by 192
+		{"not from sequences", 9, func(h *history) { h.v.Free, h.v.Least.Busy = 210, 9 }, 0, nil},
+		{"while a request waits for others", 6, func(h *history) { h.v.Lacking, h.v.Free, h.v.Running = 900, 500, 3 }, 2, nil},
+		{"below", 3, func(*history) {}, 0, []int{1}},
+		{"those that are worth least first", 1, func(*history) {}, 0, []int{1, 0, 2}},
+		{"one that no expert has come to before others", 3, func(h *history) { h.v.Lent = append(h.v.Lent, lent(true, 0)...) }, 0, []int{4, 1}},
+		{"far below", 0, func(h *history) { h.v.Lent = append(h.v.Lent, lent(false, 1, 2, 3, 4, 5, 6)...) }, 0, []int{1, 0, 2, 3, 4, 5, 6, 7}},
+		{"what was lost is worth more", 4, func(h *history) { h.v.Reuse.Lost, h.lost = 800, 3 }, 0, nil},
+		{"an extent that no expert comes to", 5, func(h *history) { h.v.Lent = append(h.v.Lent, lending.Extent{Free: true}) }, 0, nil},
+		{"a request that waits for others", 4, func(h *history) { h.v.Lacking, h.v.Free, h.v.Running = 25, 5, 1 }, 0, nil},
+		{"a request that nobody would leave blocks", 4, func(h *history) { h.v.Lacking, h.v.Free = 25, 5 }, 0, []int{1, 0}},
+		{"one that needs more than is lent", 4, func(h *history) { h.v.Lacking, h.v.Free = 900, 5 }, 0, []int{1, 0, 2, 3}},
+		{"one that will run", 6, func(h *history) { h.v.Lacking = 25 }, 0, nil},
+		{"one that will run, with fewer", 1, func(h *history) { h.v.Lacking = 25 }, 0, []int{1, 0, 2}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			h := newHistory()
+			h.v.Lent, h.v.Target = lent(false, 0.08, 0.01, 0.09, 0.1), &c.target
+			c.change(h)
+			if d := h.run(time.Minute); d.Lend != c.lend || !slices.Equal(d.Return, c.back) {
+				t.Errorf("%+v, want %d lent and %v back", d, c.lend, c.back)
+			}
+		})
+	}
+}
+
+// TestTargetAndBack: after a target the worth decides as if there had been none, without a delay.
+func TestTargetAndBack(t *testing.T) {
+	h, target := newHistory(), 3
+	h.v.Reuse.Empty, h.v.Next = 900, []float64{1, 1, 1, 1}
+	h.v.Lent = []lending.Extent{{Worth: 1}, {Worth: 1}}
+	h.v.Target = &target
+	if d := h.run(time.Minute); d.Lend != 1 {
+		t.Errorf("%+v, want 1 lent", d)
+	}
+	target = 0
+	if d := h.run(interval); len(d.Return) != 2 {
+		t.Errorf("%+v, want 2 back", d)
+	}
+	h.v.Target, h.v.Lent = nil, nil
+	if d := h.run(interval); d.Lend != 4 {
+		t.Errorf("%+v, want 4 lent", d)
+	}
+}
+
+// TestTargetIsReached: from any state the number of lent extents comes to the target and stays there,
+// once sequences leave room for it.
+func TestTargetIsReached(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		const extents, rest = 12, 40
+		core := lending.NewCore(lending.CoreOptions{ExtentBlocks: extentBlocks, Ahead: rapid.IntRange(1, 9).Draw(t, "ahead")})
+		lent, target, now := rapid.IntRange(0, extents).Draw(t, "lent"), rapid.IntRange(0, extents).Draw(t, "target"), time.Duration(0)
+		begun := lent
+		decide := func(used, lacking, running int) {
+			now += time.Duration(rapid.IntRange(0, 300).Draw(t, "ms")) * time.Millisecond
+			v := lending.View{Target: &target, Lacking: lacking, Running: running, Lent: make([]lending.Extent, lent)}
+			v.Present = rest + (extents-lent)*extentBlocks
+			v.Free = max(v.Present-used, 0)
+			for i := range v.Lent {
+				v.Lent[i] = lending.Extent{Since: now, Free: rapid.Bool().Draw(t, "free") && used > 0}
+			}
+			d := core.Decide(v, now)
+			stuck := lacking > v.Free && running == 0
+			if after := lent + d.Lend - len(d.Return); d.Lend > 0 && after > target || len(d.Return) > 0 && after < target && !stuck {
+				t.Fatalf("%d extents are lent, then %d, with a target of %d", lent, after, target)
+			}
+			lent += d.Lend - len(d.Return)
+			if d.Lend*extentBlocks > v.Free {
+				t.Fatalf("%d extents are lent of %d free blocks", d.Lend, v.Free)
+			}
+		}
+		for range rapid.IntRange(0, 20).Draw(t, "busy") {
+			decide(rapid.IntRange(1, 150).Draw(t, "used"), rapid.IntRange(0, 1).Draw(t, "lacks")*60, rapid.IntRange(0, 2).Draw(t, "running"))
+		}
+		for range extents {
+			decide(0, 0, 0)
+		}
+		if lent != target {
+			t.Fatalf("%d extents are lent, of %d before; want %d", lent, begun, target)
+		}
+	})
+}
+
 // TestDecisions: whatever the state, decisions can be carried out: extents are returned once, and
 // no more is lent than is free, or useful; never both at once.
 func TestDecisions(t *testing.T) {
@@ -191,12 +296,20 @@ func TestDecisions(t *testing.T) {
 			v.Lacking, v.Running = blocks.Draw(t, "lacking")*blocks.Draw(t, "waits")%7, blocks.Draw(t, "running")
 			v.BlockSeconds, v.Fetch, v.Exposed, v.Load = worth.Draw(t, "block"), worth.Draw(t, "fetch"), share.Draw(t, "exposed"), share.Draw(t, "load")
 			v.Next = rapid.SliceOfN(worth, 0, 9).Draw(t, "next")
-			v.Lent = nil
+			v.Lent, v.Target = nil, nil
+			if rapid.Bool().Draw(t, "targeted") {
+				n := rapid.IntRange(0, 9).Draw(t, "target")
+				v.Target = &n
+			}
 			for range rapid.IntRange(0, 5).Draw(t, "lent") {
 				v.Lent = append(v.Lent, lending.Extent{Worth: worth.Draw(t, "worth"), Since: now - now/2, Free: rapid.Bool().Draw(t, "free")})
 			}
 			d := core.Decide(v, now)
-			if d.Lend < 0 || d.Lend*extentBlocks > v.Free || d.Lend > len(v.Next) || d.Lend > 0 && (len(d.Return) > 0 || v.Lacking > 0) {
+			useful := len(v.Next)
+			if v.Target != nil {
+				useful = max(0, *v.Target-len(v.Lent))
+			}
+			if d.Lend < 0 || d.Lend*extentBlocks > v.Free || d.Lend > useful || d.Lend > 0 && (len(d.Return) > 0 || v.Lacking > 0 && (v.Target == nil || v.Running == 0)) {
 				t.Fatalf("%+v of %+v", d, v)
 			}
 			sorted := slices.Clone(d.Return)

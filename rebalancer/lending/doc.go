@@ -33,6 +33,14 @@
 // go; only a request that lacks blocks gets them back at once. No more is lent ahead than a few
 // extents that no expert has come to yet.
 //
+// # A target
+//
+// With Lender.SetTarget an operator decides instead: so many extents are lent, whatever they are worth,
+// however lately they came, and whether requests wait. The way there is the same: lent is what
+// running sequences neither use nor will soon need, and no more ahead of the experts. Requests wait for
+// those that run, as with a smaller KV cache. Only where none runs does one that lacks blocks
+// get extents back, until it runs.
+//
 // # What it is not
 //
 // It does not choose experts: the rebalancer does. It moves no data: sequences leave withdrawn

@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"math"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/moeserve/moeserve/device"
@@ -92,10 +93,12 @@ type Stats struct {
 	// save the KV cache, in seconds per second, at the latest decision.
 	WorthToExperts float64 `json:"worth_to_experts"`
 	WorthToKV      float64 `json:"worth_to_kv"`
+	// Target is the number of extents that SetTarget asks for; nil: the worth decides.
+	Target *int `json:"target_extents"`
 }
 
-// Lender carries out what a Core decides. One goroutine calls its methods, but for Stats, which
-// any may call.
+// Lender carries out what a Core decides. One goroutine calls its methods, but for Stats and
+// SetTarget, which any may call.
 type Lender struct {
 	o     Options
 	core  *Core
@@ -104,9 +107,11 @@ type Lender struct {
 	// blockSeconds is what computing a block takes; 0: unknown.
 	blockSeconds float64
 	exposure     exposure
+	// retargeted: the target was set since the latest decision.
+	retargeted atomic.Bool
 
 	mu    sync.Mutex
-	stats Stats
+	stats Stats // and the target
 }
 
 // loan is an extent that is not the KV cache's, or not for long.
@@ -153,7 +158,7 @@ func (l *Lender) Computed(tokens int, seconds float64) {
 func (l *Lender) Turn(lacking, running int) {
 	now := l.o.Clock.Now()
 	l.advance(now)
-	if now >= l.next || lacking > l.o.Manager.Free() && len(l.loans) > 0 {
+	if l.retargeted.Swap(false) || now >= l.next || lacking > l.o.Manager.Free() && len(l.loans) > 0 {
 		l.next = now + l.o.Interval
 		v := l.view(lacking, running, now)
 		d := l.core.Decide(v, now)
@@ -161,6 +166,17 @@ func (l *Lender) Turn(lacking, running int) {
 		l.note(&v)
 	}
 	l.count()
+}
+
+// SetTarget has so many extents be lent from the next Turn on, of those that there are, whatever they
+// are worth; nil: the worth decides again.
+func (l *Lender) SetTarget(extents *int) {
+	if extents != nil {
+		n := min(max(*extents, 0), l.o.Manager.Extents())
+		extents = &n
+	}
+	l.add(func(s *Stats) { s.Target = extents })
+	l.retargeted.Store(true)
 }
 
 // advance moves loans on whose extents nobody else uses any more.
@@ -259,7 +275,7 @@ func (l *Lender) view(lacking, running int, now time.Duration) View {
 	m, w := l.o.Manager, l.o.Worth()
 	v := View{
 		Reuse: m.Reuse(), Present: m.Present(), Free: m.Free(), Lacking: lacking, Running: running,
-		BlockSeconds: l.blockSeconds, Next: w.Next, Fetch: w.Fetch,
+		BlockSeconds: l.blockSeconds, Next: w.Next, Fetch: w.Fetch, Target: l.Stats().Target,
 	}
 	if s := l.o.ReloadSeconds(); s > 0 && (s < v.BlockSeconds || v.BlockSeconds == 0) {
 		v.BlockSeconds = s

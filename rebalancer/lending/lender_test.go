@@ -126,7 +126,14 @@ func TestOneOwner(t *testing.T) {
 				x.Reserve(len(x.Blocks()) + rapid.IntRange(1, 6).Draw(t, "blocks"))
 			},
 			"release": func(t *rapid.T) { rapid.SampledFrom(tables).Draw(t, "table").Release(true) },
-			"move":    func(t *rapid.T) { l.Move(rapid.IntRange(-3, 3).Draw(t, "extents")) },
+			"target": func(t *rapid.T) {
+				if n := rapid.IntRange(-1, extents+1).Draw(t, "target"); n < 0 {
+					l.SetTarget(nil)
+				} else {
+					l.SetTarget(&n)
+				}
+			},
+			"move": func(t *rapid.T) { l.Move(rapid.IntRange(-3, 3).Draw(t, "extents")) },
 			"turn": func(t *rapid.T) {
 				*now += clock(rapid.IntRange(0, 4000).Draw(t, "ms")) * clock(time.Millisecond)
 				l.Turn(rapid.IntRange(0, 1).Draw(t, "lacks")*20, rapid.IntRange(0, 9).Draw(t, "running"))
@@ -196,6 +203,56 @@ func TestTurn(t *testing.T) {
 	}
 	if n := len(store.places); n > 3 {
 		t.Errorf("%d extents are still lent: %+v, %+v", n, l.Stats(), o.Manager.Reuse())
+	}
+	if err := l.Close(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestSetTarget: from the next turn on extents are lent or come back as far as the target says, one
+// that is more than there are being all; without one the worth decides again.
+func TestSetTarget(t *testing.T) {
+	const extents, size = 6, 20
+	o, store, now := options(t, 40+extents*size, extents, size)
+	l, err := lending.New(o) // nothing is worth anything to experts
+	if err != nil {
+		t.Fatal(err)
+	}
+	turn := func(target, want int) {
+		t.Helper()
+		if target < 0 {
+			l.SetTarget(nil)
+		} else {
+			l.SetTarget(&target)
+		}
+		l.Turn(0, 1)
+		if s := l.Stats(); len(store.places) != want || (s.Target == nil) != (target < 0) || s.Target != nil && *s.Target != min(target, extents) {
+			t.Errorf("target %d: %d extents are lent, want %d: %+v", target, len(store.places), want, s)
+		}
+	}
+	turn(-1, 0)
+	turn(4, 4)
+	turn(1, 1)
+	turn(extents+3, extents)
+	for range 100 { // no expert comes to them, and blocks that nobody uses are lacking
+		*now += clock(time.Second)
+		l.Turn(60, 1)
+	}
+	if len(store.places) != extents {
+		t.Errorf("%d extents are lent: %+v", len(store.places), l.Stats())
+	}
+	l.Turn(60, 0)
+	if l.Turn(0, 1); len(store.places) != extents-1 || o.Manager.Free() != 60 {
+		t.Errorf("a request alone lacks 20 blocks of 60: %d extents are lent, %d blocks are free", len(store.places), o.Manager.Free())
+	}
+	*now += clock(time.Second)
+	if l.Turn(0, 1); len(store.places) != extents {
+		t.Errorf("when it runs %d extents are lent", len(store.places))
+	}
+	turn(-1, 1) // lent too lately; no expert has come to the others for long
+	*now += clock(time.Minute)
+	if l.Turn(0, 1); len(store.places) > 0 {
+		t.Errorf("an extent that no expert comes to stays: %+v", l.Stats())
 	}
 	if err := l.Close(); err != nil {
 		t.Fatal(err)

@@ -9,7 +9,7 @@ const peers = new views.Peers();
 const steps = new views.Steps();
 const latencies = ["vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds"];
 let before; // the last answer of /debug/node
-let minute = []; // histograms of the last minute
+let minute = []; // histograms and links of the last minute
 let drawn = 0; // steps that the chart shows
 let seen = 0; // steps that have come
 let following = false;
@@ -27,8 +27,8 @@ function rates(now) {
 }
 
 // latency is TTFT and ITL of the last minute, each its median and 99th percentile, in seconds.
-async function latency(model) {
-  const now = { at: Date.now(), all: await histograms(model, latencies) };
+async function latency(node) {
+  const now = { at: Date.now(), all: await histograms(node.model, latencies), links: node.now.links };
   minute = [...minute.filter((m) => now.at - m.at <= 60e3), now];
   return latencies.map((name) => [0.5, 0.99].map((q) => views.quantile(now.all[name], minute[0].all[name], q)));
 }
@@ -37,9 +37,9 @@ async function update() {
   const [node, residency] = await Promise.all([get("/debug/node"), get("/debug/residency")]);
   const r = rates(node.now);
   views.header(node, (Date.parse(node.now.time) - Date.parse(node.since)) / 1e3);
-  views.now(node.now, r, residency.kv, await latency(node.model));
+  views.now(node.now, r, residency.kv, await latency(node));
   views.memory(node.now.memories);
-  views.links(node.now.links, r.links);
+  views.links(node.now.links, r.links, minute[0].links);
   views.kv(residency.kv);
   grid.update(residency.experts.layers);
   peers.update(residency.harvest, residency.peers);

@@ -18,7 +18,12 @@ function shape(name, attributes = {}, ...children) {
   return e;
 }
 
-export const number = (x, digits = 1) => x.toLocaleString("en", { maximumFractionDigits: digits });
+const formats = [0, 1, 2].map((digits) => new Intl.NumberFormat("en", { maximumFractionDigits: digits })); // a large grid needs thousands of numbers
+
+export const number = (x, digits = 1) => formats[digits].format(x);
+
+// count is a number of things.
+const count = (n, one, more = `${one}s`) => `${number(n)} ${n === 1 ? one : more}`;
 
 // bytes as people read them.
 export function bytes(n) {
@@ -46,6 +51,38 @@ function rows(id, all, empty) {
     ),
   );
   if (!all.length) body.append(element("tr", {}, element("td", { colspan: columns.length, class: "quiet" }, empty)));
+}
+
+// purposes are what links copy for, as the server names it and as the page does.
+const purposes = [
+  ["demand", "demand"],
+  ["prefetch", "prefetch"],
+  ["migration", "migration"],
+  ["kv-load", "KV loads"],
+  ["kv-store", "KV stores"],
+];
+
+// byPurpose lists what bytes were for: of each purpose its key, its name and its bytes, less those before.
+export function byPurpose(bytes = {}, before = {}) {
+  const known = new Map(purposes);
+  return [...known.keys(), ...Object.keys(bytes).filter((k) => !known.has(k))]
+    .map((key) => [key, known.get(key) ?? key, (bytes[key] ?? 0) - (before[key] ?? 0)])
+    .filter(([, , n]) => n > 0);
+}
+
+// split shows what bytes were for, as a bar and in words; a mark of the color is before each word.
+function split(all) {
+  const total = all.reduce((t, [, , n]) => t + n, 0);
+  if (!total) return "–";
+  const percent = (n) => `${n < total / 100 ? "<1" : number((100 * n) / total, 0)} %`;
+  const parts = all.map(([key, , n]) => {
+    const part = element("i", { "data-purpose": key });
+    part.style.flexGrow = n;
+    return part;
+  });
+  const said = all.map(([, name, n]) => `${name} ${percent(n)} (${bytes(n)})`).join(", ");
+  const words = all.flatMap(([key, name, n]) => [element("span", {}, element("i", { "data-purpose": key }), `${name} ${percent(n)}`), " "]);
+  return element("div", { class: "split", title: said }, element("div", { class: "bar", role: "img", "aria-label": said }, ...parts), element("p", { "aria-hidden": "true" }, ...words));
 }
 
 // bar shows shares from 0 to 1, one after the other, which the cells beside it say in numbers.
@@ -127,18 +164,20 @@ export function memory(memories) {
   );
 }
 
-// links shows what links copy; rates are bytes per second by link.
-export function links(all, rates) {
+// links shows what links copy; rates are bytes per second by link, earlier is what the links had copied a minute ago.
+export function links(all, rates, earlier) {
   rows(
     "links",
     all.map((l) => {
       const rate = rates.get(`${l.src} ${l.dst}`) ?? 0;
+      const was = earlier.find((e) => e.src === l.src && e.dst === l.dst);
       return [
         `${l.src} → ${l.dst}`,
         l.bytes_per_second ? bar(rate / l.bytes_per_second) : "–",
         number(rate / 1e9, 2),
         l.bytes_per_second ? number(l.bytes_per_second / 1e9) : "–",
         number(l.bytes / 1e9, 2),
+        split(byPurpose(l.bytes_by_purpose, was?.bytes_by_purpose)),
       ];
     }),
     "Nothing has been copied.",
@@ -167,15 +206,32 @@ const tiers = [
 ];
 const letter = Object.fromEntries(tiers.map(([name, l]) => [name, l]));
 
+// Shades of a cell, by the tokens of its expert beside the mean of its layer.
+const shades = ["none", "less than half of the layer's mean", "about the mean", "over 1.5 times the mean"];
+
+// shade is the one of an expert that has this many tokens, and its layer's experts this many on the mean.
+export function shade(tokens, mean) {
+  if (!(tokens > 0)) return 0;
+  return tokens < mean / 2 ? 1 : tokens <= 1.5 * mean ? 2 : 3;
+}
+
+const window_ = 10; // seconds, of which the grid shows the use
+
 // Grid is the grid of experts: a row for each layer. One cell is in the order of tabs, and arrow keys move it.
 export class Grid {
   constructor() {
     this.cells = [];
     this.at = [0, 0];
+    this.samples = []; // what was counted at the end of each second
     $("experts-legend").replaceChildren(
       ...tiers.map(([name, l, what]) => element("li", {}, element("i", { "data-tier": name }, l), what)),
-      element("li", {}, "underlined: used since the page was last updated; overlined: fetched"),
+      element("li", {}, element("i", { "data-fetched": "" }), "line above: fetched since the page was last updated"),
     );
+    $("shades-legend").replaceChildren(
+      element("li", {}, `Tokens in the last ${window_} s:`),
+      ...shades.map((what, i) => element("li", {}, element("i", { "data-tier": "none", "data-shade": i }), what)),
+    );
+    $("grid").addEventListener("pointerover", (e) => e.target.dataset.row && (e.target.title = this.say(e.target)));
     $("grid").addEventListener("keydown", (e) => this.key(e));
     $("grid").addEventListener("focusin", (e) => this.focused(e.target));
     $("grid").addEventListener("click", (e) => e.target.focus());
@@ -203,8 +259,17 @@ export class Grid {
   update(layers) {
     if (layers.length !== this.cells.length || layers.some((l, i) => l.experts.length !== this.cells[i].length)) {
       this.build(layers);
-      this.before = undefined;
+      this.samples = [];
+      this.chosen = false;
     }
+    const at = Date.now() / 1e3;
+    this.samples = [...this.samples.filter((s) => at - s.at <= window_ + 0.5), { at, layers }];
+    const before = this.samples.at(-2)?.layers, first = this.samples[0].layers;
+    this.seconds = at - this.samples[0].at;
+    const since = (key, e, row, column) => Math.max(0, e[key] - first[row].experts[column][key]);
+    this.use = layers.map((l, row) => l.experts.map((e, column) => ({ tokens: since("routed_tokens", e, row, column), fetches: since("fetches", e, row, column) })));
+    this.means = this.use.map((all) => all.reduce((n, e) => n + e.tokens, 0) / all.length);
+    this.layers = layers;
     layers.forEach((l, row) =>
       l.experts.forEach((e, column) => {
         const cell = this.cells[row][column];
@@ -213,14 +278,22 @@ export class Grid {
           cell.textContent = letter[e.tier] ?? e.tier[0].toUpperCase();
         }
         cell.toggleAttribute("data-moving", Boolean(e.moving));
-        const was = this.before?.[row].experts[column];
-        cell.toggleAttribute("data-used", was !== undefined && e.uses > was.uses);
-        cell.toggleAttribute("data-fetched", was !== undefined && e.fetches > was.fetches);
-        cell.setAttribute("aria-label", `layer ${l.layer}, expert ${column}: ${e.tier}${e.peer ? ` ${e.peer}` : ""}`);
+        cell.dataset.shade = shade(this.use[row][column].tokens, this.means[row]);
+        cell.toggleAttribute("data-fetched", before !== undefined && e.fetches > before[row].experts[column].fetches);
+        // The label of the cell with the focus stays, as a screen reader would say it again each second.
+        if (cell !== document.activeElement) cell.setAttribute("aria-label", this.say(cell));
       }),
     );
-    this.before = layers;
-    if ($("grid").contains(document.activeElement)) this.describe();
+    if (this.chosen) this.describe();
+  }
+
+  // say is where the expert of a cell is, and how much it is used.
+  say(cell) {
+    const [row, column] = [Number(cell.dataset.row), Number(cell.dataset.column)];
+    const e = this.layers[row].experts[column], { tokens, fetches } = this.use[row][column];
+    const beside = tokens ? ` (${number(tokens / this.means[row])} times the layer's mean)` : "";
+    const use = this.samples.length > 1 ? ` In the last ${Math.round(this.seconds)} s ${count(tokens, "token")}${beside}, ${count(fetches, "fetch", "fetches")}.` : "";
+    return `Layer ${this.layers[row].layer}, expert ${column}: ${e.tier}${e.peer ? ` on ${e.peer}` : ""}.${use}`;
   }
 
   key(e) {
@@ -246,15 +319,17 @@ export class Grid {
     this.cells[this.at[0]][this.at[1]].tabIndex = -1;
     this.at = [Number(cell.dataset.row), Number(cell.dataset.column)];
     cell.tabIndex = 0;
+    this.chosen = true;
+    cell.setAttribute("aria-label", this.say(cell));
     this.describe();
   }
 
   describe() {
-    const layer = this.before[this.at[0]];
-    const e = layer.experts[this.at[1]];
+    const [row, column] = this.at;
+    const e = this.layers[row].experts[column];
     $("expert").textContent =
-      `Layer ${layer.layer}, expert ${this.at[1]}: ${e.tier}${e.peer ? ` on ${e.peer}` : ""}${e.lent ? ", in memory lent by the KV cache" : ""}${e.moving ? ", moving" : ""}. ` +
-      `Used by ${number(e.uses)} steps for ${number(e.routed_tokens)} tokens, fetched ${number(e.fetches)} times.`;
+      `${this.say(this.cells[row][column])} ${e.lent ? "It is in memory lent by the KV cache. " : ""}${e.moving ? "It is moving. " : ""}` +
+      `Since the start: used by ${count(e.uses, "step")} for ${count(e.routed_tokens, "token")}, fetched ${count(e.fetches, "time")}.`;
   }
 }
 
@@ -321,6 +396,45 @@ const remedies = {
   "cpu-experts": "A smaller --cpu-experts makes it less.",
 };
 
+const percent = (share) => `${number(100 * share, 0)} %`;
+
+// bound names what a step was bound by.
+function bound(b) {
+  if (b.by === "compute") return "computing";
+  return b.by === "link" ? `${b.src} → ${b.dst}` : `waiting for ${causes[b.by] ?? b.by}`;
+}
+
+// boundShare is the bound of a step with its share of the step's time.
+const boundShare = (b) => `${bound(b)}, ${b.by === "link" ? "busy " : ""}${percent(b.share)}`;
+
+// ofPredicted is a step's time as a share of what is predicted; undefined: nothing is.
+const ofPredicted = (s) => (s.predicted_seconds ? percent(s.seconds / s.predicted_seconds) : undefined);
+
+// stepText says of a step how long it took, what bound it, and how that compares with its prediction.
+export function stepText(s) {
+  const of = ofPredicted(s);
+  return [
+    `Step ${number(s.step)}: ${seconds(s.seconds)}, ${count(s.tokens, "token")} of ${count(s.sequences, "sequence")}`,
+    `Bound by: ${s.bound ? `${boundShare(s.bound)} of the step` : "not known"}`,
+    ...(of ? [`${of} of the predicted ${seconds(s.predicted_seconds)}`] : []),
+  ].join("\n");
+}
+
+// bounds says what steps are bound by, the most frequent first.
+export function bounds(steps) {
+  const known = steps.filter((s) => s.bound);
+  const all = new Map();
+  for (const { bound: b } of known) {
+    const name = bound(b), before = all.get(name) ?? { steps: 0, shares: 0 };
+    all.set(name, { steps: before.steps + 1, shares: before.shares + b.share, link: b.by === "link" });
+  }
+  const sorted = [...all].sort(([, a], [, b]) => b.steps - a.steps);
+  const name = ([name, x]) => (x.link ? `${name} (busy ${percent(x.shares / x.steps)} of their time)` : name);
+  if (!sorted.length) return "";
+  if (sorted.length === 1) return `All of these steps are bound by ${name(sorted[0])}.`;
+  return `Of these steps ${sorted.map((x, i) => `${number(x[1].steps)} ${i ? "" : x[1].steps > 1 ? "are bound " : "is bound "}by ${name(x)}`).join(", ")}.`;
+}
+
 // Steps keeps the last steps, and draws how long they took and what they waited for.
 export class Steps {
   constructor() {
@@ -352,7 +466,7 @@ export class Steps {
     const most = shown.map((s) => s.seconds).sort((a, b) => a - b)[Math.floor(0.97 * (shown.length - 1))] * 1.15;
     const y = (s) => (s / most) * (h - bottom - 10);
     const width = (w - left) / 100;
-    const all = shape("svg", { viewBox: `0 0 ${w} ${h}`, role: "img", "aria-label": `The last ${shown.length} steps, the longest of ${seconds(Math.max(...shown.map((s) => s.seconds)))}; the table below has them` });
+    const all = shape("svg", { viewBox: `0 0 ${w} ${h}`, role: "img", "aria-label": `The last ${shown.length} steps, the longest of ${seconds(Math.max(...shown.map((s) => s.seconds)))}. ${bounds(shown)} The table below has them.` });
     all.append(
       shape("line", { class: "axis", x1: left, x2: w, y1: h - bottom, y2: h - bottom }),
       shape("text", { x: left - 6, y: 14, "text-anchor": "end" }, seconds(most)),
@@ -364,19 +478,22 @@ export class Steps {
       const stalls = names.map((n) => s.stalls?.[n] ?? 0);
       const waited = stalls.reduce((a, b) => a + b, 0);
       let at = h - bottom;
+      // All of the step's column shows its text, not only what is drawn in it.
+      const group = shape("g", {}, shape("title", {}, stepText(s)), shape("rect", { class: "column", x: left + i * width, y: 0, width, height: h - bottom }));
+      all.append(group);
       [["var(--compute)", Math.max(0, s.seconds - waited)], ...stalls.map((t, k) => [`var(--s${k})`, t])].forEach(([color, t]) => {
         const height = Math.min(y(t), at - 10);
         if (height < 0.2) return;
         at -= height;
-        all.append(shape("rect", { x: left + i * width + 0.5, y: at.toFixed(1), width: (width - 1).toFixed(1), height: height.toFixed(1), fill: color }));
+        group.append(shape("rect", { x: left + i * width + 0.5, y: at.toFixed(1), width: (width - 1).toFixed(1), height: height.toFixed(1), fill: color }));
       });
       if (s.seconds > most) {
         const [l, r] = [left + i * width, left + (i + 1) * width];
-        all.append(shape("path", { class: "cut", d: `M${l},8 L${(l + r) / 2},0 L${r},8 Z` }, shape("title", {}, seconds(s.seconds))));
+        group.append(shape("path", { class: "cut", d: `M${l},8 L${(l + r) / 2},0 L${r},8 Z` }));
       }
       if (s.predicted_seconds && s.predicted_seconds <= most) {
         const p = h - bottom - y(s.predicted_seconds);
-        all.append(shape("line", { class: "mark", x1: left + i * width, x2: left + (i + 1) * width, y1: p.toFixed(1), y2: p.toFixed(1) }));
+        group.append(shape("line", { class: "mark", x1: left + i * width, x2: left + (i + 1) * width, y1: p.toFixed(1), y2: p.toFixed(1) }));
       }
     });
     $("steps").replaceChildren(all);
@@ -390,19 +507,20 @@ export class Steps {
         number(s.sequences),
         number(s.seconds * 1e3, 2),
         s.predicted_seconds ? number(s.predicted_seconds * 1e3, 2) : "–",
+        ofPredicted(s) ?? "–",
+        s.bound ? boundShare(s.bound) : "not known",
         Object.entries(s.stalls ?? {}).map(([n, t]) => `${causes[n] ?? n} ${seconds(t)}`).join(", ") || "nothing",
-        [...(s.fetches ? [`${number(s.fetches)} experts`] : []), ...(s.links ?? []).map((l) => `${l.src} → ${l.dst} ${bytes(l.bytes)}`)].join(", ") || "nothing",
+        [...(s.fetches ? [`${number(s.fetches)} experts`] : []), ...(s.links ?? []).map((l) => `${l.src} → ${l.dst}: ${byPurpose(l.bytes_by_purpose).map(([, name, n]) => `${name} ${bytes(n)}`).join(", ")}`)].join("; ") || "nothing",
       ]),
       "",
     );
   }
 
-  // bound says what most of the time of steps was.
+  // bound says what the steps are bound by, and what would make their longest wait shorter.
   bound(shown) {
     const time = shown.reduce((t, s) => t + s.seconds, 0);
     const [longest, wait] = names.map((n) => [n, shown.reduce((t, s) => t + (s.stalls?.[n] ?? 0), 0)]).reduce((a, b) => (b[1] > a[1] ? b : a));
-    const percent = (t) => `${number((100 * t) / time, 0)} %`;
-    $("bound").textContent = wait < time / 10 ? "These steps are bound by computing: they wait for little else." : `Of these steps' time ${percent(wait)} is waiting for ${causes[longest]}. ${remedies[longest]}`;
+    $("bound").textContent = [bounds(shown), ...(wait < time / 10 ? [] : [`${percent(wait / time)} of their time is waiting for ${causes[longest]}. ${remedies[longest]}`])].join(" ");
   }
 
   compare(shown) {
@@ -413,7 +531,7 @@ export class Steps {
     }
     const median = (all) => all.sort((a, b) => a - b)[all.length >> 1];
     const measured = median(with_.map((s) => s.seconds)), predicted = median(with_.map((s) => s.predicted_seconds));
-    $("compared").textContent = `Median of these steps: ${seconds(measured)}; the planner predicts ${seconds(predicted)} (measured / predicted ${number(measured / predicted, 2)}).`;
+    $("compared").textContent = `Median of these steps: ${seconds(measured)}, ${percent(measured / predicted)} of the ${seconds(predicted)} that the planner predicts.`;
   }
 }
 

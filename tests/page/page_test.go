@@ -262,7 +262,7 @@ func TestPage(t *testing.T) {
 	}
 
 	load(t, n, 6)
-	run(t, ctx, wait(`document.querySelectorAll("#steps rect").length > 150`), wait(`document.querySelector("#state").textContent === "Running"`),
+	run(t, ctx, wait(`document.querySelectorAll("#steps g").length === 100`), wait(`document.querySelector("#state").textContent === "Running"`),
 		wait(`parseFloat(document.querySelector("#now dd").textContent.replace(/,/g, "")) > 0`), wait(`document.querySelectorAll("#peers path").length >= 4`))
 	if rows := value[int](t, ctx, `document.querySelectorAll("#steps-table tbody tr").length`); rows < 40 {
 		t.Errorf("%d rows of steps", rows)
@@ -272,9 +272,28 @@ func TestPage(t *testing.T) {
 	if said := value[string](t, ctx, `document.querySelector("#device").textContent`); said != "CPU, emulated GPU" {
 		t.Errorf("the device is %q", said)
 	}
-	if said := value[string](t, ctx, `document.querySelector("#bound").textContent`); !strings.HasPrefix(said, "Of these steps") && !strings.HasPrefix(said, "These steps are bound by computing") {
+	if said := value[string](t, ctx, `document.querySelector("#bound").textContent`); !regexp.MustCompile(`^(Of these steps \d+ (are|is) bound by |All of these steps are bound by )`).MatchString(said) {
 		t.Errorf("of the steps it says %q", said)
 	}
+	if said := value[string](t, ctx, `document.querySelector("#compared").textContent`); !regexp.MustCompile(`, [\d,]+ % of the \S+ ms that the planner predicts`).MatchString(said) {
+		t.Errorf("of the prediction it says %q", said)
+	}
+	step := value[string](t, ctx, `document.querySelector("#steps g:last-of-type title").textContent`)
+	if !regexp.MustCompile(`^Step [\d,]+: \S+ m?s, \d+ tokens? of \d+ sequences?\nBound by: .+, (busy )?\d+ % of the step\n[\d,]+ % of the predicted \S+ ms$`).MatchString(step) {
+		t.Errorf("of the last step it says %q", step)
+	}
+	row := value[[]string](t, ctx, `[...document.querySelector("#steps-table tbody tr").cells].map(c => c.textContent)`)
+	if !regexp.MustCompile(`^[\d,]+ %$`).MatchString(row[5]) || !strings.HasSuffix(row[6], " %") {
+		t.Errorf("the table of steps has %q", row)
+	}
+	// Links from peers copy experts: the bar's label has the bytes of each purpose, in the order of its parts.
+	run(t, ctx, wait(`document.querySelectorAll("#links .split i[data-purpose=demand]").length > 1`))
+	split := value[[]string](t, ctx, `(() => { const s = [...document.querySelectorAll("#links tbody tr")].find(r => r.cells[0].textContent.endsWith("→ gpu0") && r.querySelector("[data-purpose=demand]")).querySelector(".split");
+		return [s.querySelector("[role=img]").getAttribute("aria-label"), s.querySelector("p").textContent, s.querySelector(".bar").firstChild.dataset.purpose] })()`)
+	if !regexp.MustCompile(`^demand <?\d+ % \([\d.]+ \w+\)`).MatchString(split[0]) || !strings.HasPrefix(split[1], "demand ") || split[2] != "demand" {
+		t.Errorf("of what a link copied for it says %q", split)
+	}
+	testViews(t, ctx)
 	parts := value[[]string](t, ctx, `[...document.querySelectorAll("#memory .part")].map(p => p.textContent)`)
 	for _, part := range []string{"resident experts", "KV cache", "offloaded experts"} {
 		if !slices.Contains(parts, part) {
@@ -306,8 +325,17 @@ func TestPage(t *testing.T) {
 	if n := value[int](t, ctx, `document.querySelectorAll("[role=gridcell][tabindex='0']").length`); n != 1 {
 		t.Errorf("%d cells are in the order of tabs", n)
 	}
-	if said := value[string](t, ctx, `document.querySelector("#expert").textContent`); !strings.HasPrefix(said, "Layer 0, expert 0: ") {
-		t.Errorf("of the expert it says %q", said)
+	// The label of a cell says how much its expert is used, as its shade does.
+	use := regexp.MustCompile(`^Layer 0, expert 0: \w+( on \w+)?\. In the last \d+ s [\d,]+ tokens?( \([\d.]+ times the layer's mean\))?, [\d,]+ fetch(es)?\.`)
+	label := value[string](t, ctx, `document.activeElement.getAttribute("aria-label")`)
+	if said := value[string](t, ctx, `document.querySelector("#expert").textContent`); !use.MatchString(said) || !use.MatchString(label) || !strings.Contains(said, "Since the start: used by ") {
+		t.Errorf("of the expert it says %q, and its label %q", said, label)
+	}
+	if title := value[string](t, ctx, `(() => { const c = document.querySelector("[data-row='1'][data-column='2']"); c.dispatchEvent(new PointerEvent("pointerover", {bubbles: true})); return c.title })()`); !strings.HasPrefix(title, "Layer 1, expert 2: ") {
+		t.Errorf("under the pointer an expert is %q", title)
+	}
+	if colors := value[int](t, ctx, `new Set([...document.querySelectorAll("#shades-legend i")].map(i => getComputedStyle(i).backgroundColor)).size`); colors != 4 {
+		t.Errorf("the 4 shades have %d colors", colors)
 	}
 
 	for _, theme := range []string{"light", "dark"} {
@@ -324,6 +352,26 @@ func TestPage(t *testing.T) {
 		t.Errorf("the page is %d pixels wide in a window of 400", wide)
 	}
 	shoot(t, ctx, "admin-page-narrow.png")
+}
+
+// testViews: what the views say of data.
+func testViews(t *testing.T, ctx context.Context) {
+	t.Helper()
+	for call, want := range map[string]string{
+		`JSON.stringify(v.byPurpose({prefetch: 7, demand: 5, other: 1, migration: 2}, {demand: 1, migration: 2}))`:                                            `[["demand","demand",4],["prefetch","prefetch",7],["other","other",1]]`,
+		`JSON.stringify(v.byPurpose(undefined, undefined))`:                                                                                                   `[]`,
+		`[0, 1, 4, 5, 15, 16].map(n => v.shade(n, 10)).join()`:                                                                                                `0,1,1,2,2,3`,
+		`v.stepText({step: 1234, seconds: 0.03, tokens: 1, sequences: 1})`:                                                                                    "Step 1,234: 30 ms, 1 token of 1 sequence\nBound by: not known",
+		`v.stepText({step: 2, seconds: 0.03, predicted_seconds: 0.02, tokens: 9, sequences: 2, bound: {by: "link", src: "host", dst: "gpu0", share: 0.834}})`: "Step 2: 30 ms, 9 tokens of 2 sequences\nBound by: host → gpu0, busy 83 % of the step\n150 % of the predicted 20 ms",
+		`v.stepText({step: 2, seconds: 0.03, tokens: 9, sequences: 2, bound: {by: "router-sync", share: 0.5}})`:                                               "Step 2: 30 ms, 9 tokens of 2 sequences\nBound by: waiting for the host to read the router, 50 % of the step",
+		`v.bounds([{}])`: "",
+		`v.bounds([{}, {bound: {by: "compute", share: 1}}])`: "All of these steps are bound by computing.",
+		`v.bounds([{bound: {by: "compute", share: 0.6}}, ...[0.7, 0.9].map(share => ({bound: {by: "link", src: "gpu1", dst: "gpu0", share}}))])`: "Of these steps 2 are bound by gpu1 → gpu0 (busy 80 % of their time), 1 by computing.",
+	} {
+		if got := value[string](t, ctx, `import("/page/views.js").then(v => `+call+`)`); got != want {
+			t.Errorf("%s is %q, want %q", call, got, want)
+		}
+	}
 }
 
 // TestKey: with a key the page asks for it, and then shows the node.

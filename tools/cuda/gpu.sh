@@ -20,6 +20,7 @@
 #                 compared; fails where auto is 3 % slower than another: CPU_EXPERTS are the presets (default: qwen1.5-moe-a2.7b@0.5 mixtral-8x7b@0.5), LAYERS cuts them
 #   tiers         two GPUs: devicetest's peer part; fixtures with experts on the second GPU, whose memory is
 #                 revoked meanwhile; Qwen1.5-MoE, and Mixtral with half of its experts, in host memory and on the second GPU
+#                 (TIERS=tests: without these two)
 #   access        decode steps of 1 to 8 sequences of Qwen1.5-MoE, Qwen3-30B-A3B and Mixtral (cut to 16 layers) with half of the
 #                 experts in host memory, and with two GPUs on the second one: copied, read in place, and by the model
 #                 (--expert-access); equal tokens. ACCESS are models of these (default: all); about 6 minutes on one GPU
@@ -66,7 +67,7 @@
 #                 another process takes the second GPU's memory meanwhile: equal tokens
 #   lending       tokens while memory moves between the KV cache and experts at random; then a load that shifts from experts to
 #                 KV blocks and back, over fixed splits of the GPU's memory and --kv-experts-share auto: SHIFT are the splits
-#                 (default: 160,128,96,auto96, of Mixtral cut to 8 layers; about 2 minutes each)
+#                 (default: 160,128,96,auto96, of Mixtral cut to 8 layers; about 2 minutes each); LENDING=GPULending: the tokens alone
 #   prefix        two GPUs: time to first token by where the prompt's KV cache is (bench prefix): PREFIX are its arguments
 #                 (default: Phi-3.5-MoE cut to 8 layers, 1,024 to 90,000 tokens, all places), NAME that of the files in measured.tar,
 #                 FILES the folder of the tier in files (default: /dev/shm where it has 32 GiB, else that for temporary files)
@@ -101,7 +102,7 @@
 #   eight         two to eight GPUs, under nine minutes on eight (estimate): what several links and several peers give (links and
 #                 multipath, with fewer parts and rounds; sleep and wake of Mixtral over all links), and Mixtral with half of its experts
 #                 on all other GPUs, of which one is taken back every second (moeserve reclaim): throughput, equal tokens. EIGHT is the
-#                 model, EIGHT_LEN the tokens that each of its 324 sequences generates (default: 150), EIGHT_PARTS some of links, copies,
+#                 model, EIGHT_LIMIT the seconds of each piece, EIGHT_LEN the tokens that each of its 324 sequences generates (default: 150), EIGHT_PARTS some of links, copies,
 #                 sleep and harvest; RELAYS as above (without GPUs it must be given, and EIGHT_GIB, the GiB that are to be free on each)
 #                 EMULATE, a value of --emulate, tries figures, harvest and eight without GPUs, with PAPER_FLAGS, HARVEST_FLAGS and EIGHT_FLAGS as further arguments
 #   load          loading a checkpoint of Qwen1.5-MoE's shape, written to LOAD_FOLDER (29 GB), as a share of the disk's
@@ -299,6 +300,7 @@ run() {
       tiers)
         limit 120 device/cuda device device-peers "$work/device-cuda.test" -test.v -test.run 'Conformance|SideBySide|PeerAccess'
         limit 120 node node tiers "$work/node.test" "${overlap[@]}" -test.v -test.run 'GPUTiers' -peer 1
+        [ "${TIERS:-}" != tests ] || continue
         limit 200 node presets tiers-qwen "$work/node.test" "${overlap[@]}" -test.v -test.run GPUPresets -peer 1 -whole 'qwen1.5-moe-a2.7b@0,0.5,0.5p,1,1p' -host-gib "$host" -steps "$logs/presets.json"
         limit 280 node presets tiers-mixtral "$work/node.test" "${overlap[@]}" -test.v -test.timeout 280s -test.run GPUPresets -peer 1 -whole 'mixtral-8x7b@0.5,0.5p' -host-gib "$host" -steps "$logs/presets.json" ;;
       access)
@@ -421,7 +423,7 @@ run() {
         limit 120 . kv kv-kernel "$work/moeserve" bench kv --device cuda --peers 1 --host-memory-gib "$host" --hardware "$work/kv.json" --json "$work/reload-kernel.json"
         cat "$work/said"
         (cd "$work" && tar -czf "$logs/kv.tar.gz" reload*.json reload.csv reload.svg kv.json copies-*) ;;
-      lending) limit 900 node node lending "$work/node.test" "${overlap[@]}" -test.v -test.timeout 900s -test.run 'GPULending|GPUShift' ${SHIFT:+-shift "$SHIFT"} ;;
+      lending) limit 900 node node lending "$work/node.test" "${overlap[@]}" -test.v -test.timeout 900s -test.run "${LENDING:-GPULending|GPUShift}" ${SHIFT:+-shift "$SHIFT"} ;;
       kvtiers) limit 240 node node kvtiers "$work/node.test" "${overlap[@]}" -test.v -test.timeout 240s -test.run 'GPUKVTiers' -peer 1 ;;
       prefix) measure "${NAME:-prefix}" prefix --file-directory "$(files)" ${PREFIX:-phi-3.5-moe --load-format dummy --num-hidden-layers 8 --max-num-batched-tokens 8192} ;;
       hits) measure "${NAME:-hits}" prefix --file-directory "$(files)" ${HITS:-mixtral-8x7b --load-format dummy --num-hidden-layers 8 --max-num-batched-tokens 8192 --max-num-seqs 256
@@ -498,11 +500,11 @@ run() {
         chmod 700 "$work/run"
         for piece in ${EIGHT_PARTS:-links copies sleep harvest}; do
           case $piece in
-            links) limit 120 . multipath eight-links "$work/moeserve" bench multipath $(devices "$others") --parts links,roots,static --rounds 3 \
+            links) limit ${EIGHT_LIMIT:-120} . multipath eight-links "$work/moeserve" bench multipath $(devices "$others") --parts links,roots,static --rounds 3 \
               ${EIGHT_FLAGS:-} --json "$work/eight/links.json" --plots "$work/eight" ;;
-            copies) limit 200 . multipath eight-copies "$work/moeserve" bench multipath $(devices "$others") --parts sizes,gpus,traffic,cpu --rounds 3 \
+            copies) limit ${EIGHT_LIMIT:-200} . multipath eight-copies "$work/moeserve" bench multipath $(devices "$others") --parts sizes,gpus,traffic,cpu --rounds 3 \
               ${EIGHT_FLAGS:-} --json "$work/eight/copies.json" --plots "$work/eight" ;;
-            sleep) limit 200 . kv eight-sleep "$work/moeserve" bench sleep $model $(devices "$others") --host-paths "$links" --levels 1 --repetitions 2 \
+            sleep) limit ${EIGHT_LIMIT:-200} . kv eight-sleep "$work/moeserve" bench sleep $model $(devices "$others") --host-paths "$links" --levels 1 --repetitions 2 \
               ${EIGHT_FLAGS:-} --json "$work/eight/sleep.json" ;;
             harvest)
               for taken in quiet taken; do
@@ -515,7 +517,7 @@ run() {
                   ) >"$logs/reclaim.log" 2>&1 &
                   taking=$!
                 fi
-                limit 200 . cli "eight-$taken" "$work/moeserve" bench throughput $model $(devices "$others") --offload-fraction 0.5 --offload-tier peer \
+                limit ${EIGHT_LIMIT:-200} . cli "eight-$taken" "$work/moeserve" bench throughput $model $(devices "$others") --offload-fraction 0.5 --offload-tier peer \
                   --runtime-dir "$work/run" --harvest-cooldown 2s --num-prompts 324 --input-len 77 --output-len "${EIGHT_LEN:-150}" --warmup-tokens 2 --trials 1 \
                   ${EIGHT_FLAGS:-} --json "$work/eight/$taken.json"
                 tee -a "$logs/table.log" <"$work/said"
