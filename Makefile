@@ -52,14 +52,12 @@ openai:           ## the official clients of the OpenAI API; PYTHON needs the pa
 	$(PYTHON) tests/openai/python_check.py build/moeserve-openai
 
 CLIENTS ?= build/clients
-clients:          ## client software of others, which is installed in CLIENTS (13 GB; NAMES='openai litellm' runs some, and the rest of the page stays); writes docs/reference/clients.md
+clients:          ## client software of others, at the versions in tests/clients, which is installed in CLIENTS (8 GB; NAMES='openai litellm' runs some, and the rest of the page stays); writes docs/reference/clients.md
 	@mkdir -p $(CLIENTS)/js
-	@test -d $(CLIENTS)/python || $(PYTHON) -m venv $(CLIENTS)/python
-	@test -d $(CLIENTS)/guidellm || $(PYTHON) -m venv $(CLIENTS)/guidellm
-	$(CLIENTS)/python/bin/pip install -q -r tests/clients/requirements.txt
-	$(CLIENTS)/guidellm/bin/pip install -q guidellm==0.8.1
-	@test -d $(CLIENTS)/aiperf || $(PYTHON) -m venv $(CLIENTS)/aiperf
-	$(CLIENTS)/aiperf/bin/pip install -q aiperf==0.13.0
+	set -e; for packages in tests/clients/*.txt; do \
+	  dir=$(CLIENTS)/$$(basename $$packages .txt); \
+	  test -d $$dir || $(PYTHON) -m venv $$dir; \
+	  $$dir/bin/pip install -q -r $$packages; done
 	cp tests/clients/package.json tests/clients/check.mjs $(CLIENTS)/js && cd $(CLIENTS)/js && npm install --silent --no-audit --no-fund
 	$(GO) build -o $(CLIENTS)/moeserve ./cmd/moeserve
 	CLIENTS=$(abspath $(CLIENTS)) $(CLIENTS)/python/bin/python tests/clients/check.py $(CLIENTS)/moeserve docs/reference/clients.md $(NAMES)

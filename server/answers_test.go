@@ -270,6 +270,20 @@ func TestParameters(t *testing.T) {
 	if p := h.last().Params; !p.LogProbs || p.TopLogProbs != 4 || p.MaxTokens != 9 {
 		t.Errorf("chat: %+v", p)
 	}
+	// The other forms of a chat end where it does.
+	for path, body := range map[string]string{
+		responsesPath: `"input": "1+2=", "stop": ["a"], "max_output_tokens": 9`,
+		messagesPath:  `"messages": [{"role": "user", "content": "1+2="}], "stop_sequences": ["a"], "max_tokens": 9`,
+	} {
+		h.post(path, `{`+body+`, "min_tokens": 2, "stop_token_ids": [3, 4], "include_stop_str_in_output": true, "ignore_eos": true}`)
+		want := defaults
+		want.MaxTokens, want.MinTokens, want.Stop, want.StopIDs, want.IncludeStop, want.IgnoreEOS = 9, 2, []string{"a"}, []int32{3, 4}, true, true
+		got := h.last().Params
+		want.Seed = got.Seed
+		if a, b := fmt.Sprintf("%+v", got), fmt.Sprintf("%+v", want); a != b {
+			t.Errorf("%s: %s, want %s", path, a, b)
+		}
+	}
 	// Two requests that do not ask for a seed have different ones.
 	first := h.last().Params.Seed
 	h.post("/v1/completions", `{"prompt": "1+2="}`)

@@ -21,6 +21,7 @@ func (m *Model) parseMessages(o *object, counting bool) (*chatRequest, error) {
 	r := &chatRequest{common: common{params: m.Defaults}, served: m}
 	parseIdentity(o, &r.common)
 	parseSampling(o, &r.params, m.vocab())
+	parseEnd(o, &r.params, m.vocab())
 	parseMaxTokens(o, &r.common, "max_tokens")
 	r.someTokens(o)
 	if r.maxTokensParam == "" && !counting {

@@ -57,15 +57,12 @@ func parseCommon(o *object, m *Model) common {
 	o.settle(inBody)
 	parseIdentity(o, &c)
 	parseMaxTokens(o, &c, "max_tokens")
-	o.integer("min_tokens", &p.MinTokens)
 	parseSampling(o, p, m.vocab())
 	if o.integer("n", &p.N) && (p.N < 1 || p.N > engine.MaxN) {
 		o.fail("n", "invalid_value", "Invalid value for 'n': it must be from 1 to %d, and is %d.", engine.MaxN, p.N)
 	}
 	parseStop(o, p)
-	o.ids("stop_token_ids", &p.StopIDs, m.vocab())
-	o.flag("include_stop_str_in_output", &p.IncludeStop)
-	o.flag("ignore_eos", &p.IgnoreEOS)
+	parseEnd(o, p, m.vocab())
 	skip := true
 	o.flag("skip_special_tokens", &skip)
 	p.SpecialTokens = !skip
@@ -107,6 +104,14 @@ func parseSampling(o *object, p *engine.Params, vocab int) {
 		p.Seed = uint64(seed)
 	}
 	parseLogitBias(o, p, vocab)
+}
+
+// parseEnd parses where a completion ends, beside its maximum and the strings that stop it.
+func parseEnd(o *object, p *engine.Params, vocab int) {
+	o.integer("min_tokens", &p.MinTokens)
+	o.ids("stop_token_ids", &p.StopIDs, vocab)
+	o.flag("include_stop_str_in_output", &p.IncludeStop)
+	o.flag("ignore_eos", &p.IgnoreEOS)
 }
 
 // parseCacheSalt parses cache_salt. An empty one is an error, as with vLLM: who sends it expects to

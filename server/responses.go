@@ -48,6 +48,8 @@ func (m *Model) parseResponses(o *object) (*responseRequest, error) {
 	r.echo.Text.Format = json.RawMessage(`{"type":"text"}`)
 	parseIdentity(o, &r.common)
 	parseSampling(o, &r.params, m.vocab())
+	parseStop(o, &r.params)
+	parseEnd(o, &r.params, m.vocab())
 	r.echo.Temperature, r.echo.TopP = r.params.Temperature, r.params.TopP
 	parseMaxTokens(o, &r.common, "max_output_tokens")
 	if r.someTokens(o); r.maxTokens > 0 {

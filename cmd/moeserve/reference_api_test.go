@@ -58,7 +58,6 @@ var apiParameters = []apiParameter{
 	{onBoth, "prompt_logprobs", `2`, "log-probabilities and ranks of the prompt's tokens, and of this many others at each position, up to 20; not in streams. Such a prompt is computed whole, whatever the prefix cache has of it (vLLM)"},
 	{onBoth, "bad_words", `["x"]`, "words that are not generated, also of several tokens (vLLM)"},
 	{onBoth, "allowed_token_ids", `[3, 5]`, "the only tokens that are generated (vLLM)"},
-	{onBoth, "min_tokens", `1`, "minimum tokens before an end (vLLM)"},
 	{onBoth, "temperature", `0`, "sampling temperature; 0 is greedy; the default is the model's (`--generation-config`) or 1"},
 	{onBoth, "top_p", `0.9`, "nucleus sampling"},
 	{onBoth, "top_k", `4`, "sample from this many; -1 or 0: all (vLLM)"},
@@ -68,11 +67,12 @@ var apiParameters = []apiParameter{
 	{onBoth, "frequency_penalty", `0.5`, "the same, for each time that the token was generated"},
 	{onBoth, "logit_bias", `{"5": 1}`, "added to the logits of these token ids"},
 	{onBoth, "seed", `1`, "the same seed and request give the same tokens"},
-	{onBoth, "n", `2`, "completions of each prompt"},
-	{onBoth, "stop", `["x"]`, "a string or a list of them"},
+	{onBoth, "min_tokens", `1`, "minimum tokens before an end (vLLM)"},
 	{onBoth, "stop_token_ids", `[3]`, "end at one of these tokens (vLLM)"},
 	{onBoth, "include_stop_str_in_output", `true`, "keep the stop string in the text (vLLM)"},
 	{onBoth, "ignore_eos", `true`, "keep generating after EOS (vLLM)"},
+	{onBoth, "stop", `["x"]`, "a string or a list of them"},
+	{onBoth, "n", `2`, "completions of each prompt"},
 	{onBoth, "skip_special_tokens", `false`, "false: special tokens are a part of the text (vLLM)"},
 	{onBoth, "return_token_ids", `true`, "ids of prompt and completion (vLLM)"},
 	{onBoth, "add_special_tokens", `true`, "special tokens around the prompt (vLLM)"},
@@ -91,6 +91,7 @@ var apiParameters = []apiParameter{
 	{onMessages, "tool_choice", `{"type": "auto"}`, "`auto`, `any`, `tool` with a `name`, or `none`; with `disable_parallel_tool_use` only the first call is returned"},
 	{onResponses, "input", `[{"role": "user", "content": "1+2="}]`, "a text, or items: messages, `reasoning`, `function_call` and `function_call_output`"},
 	{onResponses, "instructions", `"Be right."`, "a system message before the input"},
+	{onResponses, "stop", `["x"]`, "as in chats (vLLM)"},
 	{onResponses, "max_output_tokens", `2`, "maximum tokens to generate; -1: all that fits"},
 	{onResponses, "stream", `false`, "the events of the Responses API"},
 	{onResponses, "metadata", `{"a": "b"}`, "returned as it is"},
@@ -241,7 +242,7 @@ func TestReferenceAPI(t *testing.T) {
 		fmt.Fprintf(&b, "| `%s` | %s |\n", path, endpoints[path])
 	}
 	b.WriteString(liveReference(t))
-	b.WriteString("\n## Supported parameters\n\n\"Both\" are completions and chat/completions. Messages and responses also have those from `model` to `priority` and from `temperature` to `seed`.\n\n| parameter | endpoint | what it does |\n|---|---|---|\n" + strings.Join(supported, "\n"))
+	b.WriteString("\n## Supported parameters\n\n\"Both\" are completions and chat/completions. Messages and responses also have those from `model` to `priority` and from `temperature` to `ignore_eos`.\n\n| parameter | endpoint | what it does |\n|---|---|---|\n" + strings.Join(supported, "\n"))
 	b.WriteString("\n\n## Accepted and without effect\n\n| parameter | in | why |\n|---|---|---|\n" + strings.Join(unused, "\n"))
 	b.WriteString("\n\n## Unsupported\n\n| parameter | in | accepted | why all else is refused |\n|---|---|---|---|\n" + strings.Join(refused, "\n") + "\n")
 	reference(t, "api.md", "HTTP API", "those who write clients: endpoints, and the parameters that are supported, ignored and refused", b.String())
@@ -282,7 +283,7 @@ func serverNames(t *testing.T) (known, paths []string) {
 	reads := []string{"text", "flag", "integer", "number", "int64", "ids", "pop", "sub", "list", "blocks", "unsupported"}
 	in := []string{
 		"parseCommon", "parseCacheSalt", "parseStop", "parseLogitBias", "parseStreamOptions", "parseResponseFormat", "parseSchema", "parseStructuredOutputs", "parseCompletion", "parseChat", "parseConversation", "parseTemplateVariables", "parseTools",
-		"parseIdentity", "parseSampling", "parsePromptLogProbs", "parseBadWords", "parseAllowedIDs",
+		"parseIdentity", "parseSampling", "parseEnd", "parsePromptLogProbs", "parseBadWords", "parseAllowedIDs",
 		"parseMessages", "parseOutputConfig", "parseSystem", "parseResponses", "parseInclude", "parseInput",
 	}
 	plain := regexp.MustCompile(`^[a-z][a-z_]*$`)

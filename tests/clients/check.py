@@ -2,9 +2,9 @@
 
 Usage: check.py MOESERVE PAGE [CLIENT...], the path of a built binary and that of the page
 (docs/reference/clients.md). Where clients are named, only they are run, and the page keeps the rows of the others.
-Needs the packages of requirements.txt. A row says that a client can do something where that worked, and that
-it cannot where the server refused it, naming what this file expects: anything else is an error, so that the
-page is as the clients are.
+Needs the packages of python.txt, and in directories of CLIENTS what make clients installs there. A row says that a
+client can do something where that worked, and that it cannot where the server refused it, naming what this file
+expects: anything else is an error, so that the page is as the clients are.
 """
 
 import asyncio
@@ -25,7 +25,8 @@ import traceback
 import typing
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-ROOT = os.path.join(HERE, "..", "..")
+ROOT = os.path.dirname(os.path.dirname(HERE))
+FIXTURES = os.path.join(ROOT, "testdata", "fixtures")
 PROGRAMS = os.environ.get("CLIENTS", os.path.join(ROOT, "build", "clients"))
 KEY = "a key of this test"
 BALL = "Ann gave the red ball to Ben. Who has the ball?"
@@ -35,7 +36,7 @@ WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
 
 os.environ.update(
     HF_HUB_OFFLINE="1", OPENAI_AGENTS_DISABLE_TRACING="1", LITELLM_LOCAL_MODEL_COST_MAP="True", LITELLM_LOG="ERROR",
-    OPENAI_API_KEY=KEY, ANTHROPIC_API_KEY=KEY, TOKENIZERS_PARALLELISM="false",
+    OPENAI_API_KEY=KEY, ANTHROPIC_API_KEY=KEY, TOKENIZERS_PARALLELISM="false", TQDM_DISABLE="1", HF_DATASETS_DISABLE_PROGRESS_BARS="1",
 )
 
 # At: the built-in model; tools: a model of random weights whose chat template has tools; agents: the built-in model with
@@ -145,6 +146,38 @@ def _():
                                   tools=[{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}],
                                   tool_choice={"type": "function", "function": {"name": "weather"}})
     equal(a.choices[0].message.tool_calls[0].function.name, "weather")
+    # A call that the model must make, its arguments by their schema, and the answer to its result.
+    c = openai_client(base_url=AGENTS + "/v1").chat.completions
+    request = dict(model="built-in-tools", messages=user("Hi"), tools=[{"type": "function", "function": {"name": "give", "parameters": SCHEMA}}],
+                   tool_choice="required", temperature=0, max_tokens=64)
+    with c.stream(**request) as s:
+        streamed = s.get_final_completion().choices[0]
+    for one in (c.create(**request).choices[0], streamed):
+        equal((one.finish_reason, one.message.tool_calls[0].function.name), ("tool_calls", "give"))
+        is_owner(json.loads(one.message.tool_calls[0].function.arguments))
+        back = user("Hi") + [one.message, {"role": "tool", "tool_call_id": one.message.tool_calls[0].id, "content": BALL}]
+        equal(c.create(model="built-in-tools", messages=back, temperature=0).choices[0].message.content, BALL_IS)
+
+
+@does("openai", "its asynchronous client, 16 streams at once")
+def _():
+    import openai
+
+    async def all():
+        async with openai.AsyncOpenAI(base_url=AT + "/v1", api_key=KEY, max_retries=0, timeout=60) as c:
+            async def one():
+                stream = await c.chat.completions.create(model="built-in", messages=user(BALL), temperature=0, stream=True)
+                return "".join([k.choices[0].delta.content or "" async for k in stream])
+
+            return await asyncio.gather(*(one() for _ in range(16)))
+
+    equal(asyncio.run(all()), [BALL_IS] * 16)
+
+
+@does("openai", "`response_format` `json_object`")
+def _():
+    a = openai_client().chat.completions.create(model="built-in", messages=user(BALL), response_format={"type": "json_object"}, temperature=0, max_tokens=128)
+    equal(type(json.loads(a.choices[0].message.content)), dict)
 
 
 @does("openai", "stored responses (`previous_response_id`)", "nothing is stored")
@@ -234,6 +267,9 @@ def _():
 # --- litellm
 
 def litellm_kwargs(provider="openai/", name="built-in", at=None):
+    import litellm
+
+    litellm.suppress_debug_info = True
     return dict(model=provider + name, api_base=(at or AT) + "/v1", api_key=KEY, timeout=60, num_retries=0)
 
 
@@ -266,6 +302,29 @@ def _():
     equal(a.choices[0].message.content, BALL_IS)
 
 
+@does("litellm", "tools: the call that `tool_choice` requires, whole and streamed, and the answer to its result (`openai/`, `hosted_vllm/`)")
+def _():
+    import litellm
+
+    for provider in ("openai/", "hosted_vllm/"):
+        k = litellm_kwargs(provider, "built-in-tools", AGENTS)
+        request = dict(messages=user("Hi"), tools=[{"type": "function", "function": {"name": "give", "parameters": SCHEMA}}], tool_choice="required", temperature=0, max_tokens=64, **k)
+        chunks = list(litellm.completion(stream=True, **request))
+        for a in (litellm.completion(**request), litellm.stream_chunk_builder(chunks)):
+            message = a.choices[0].message
+            equal(message.tool_calls[0].function.name, "give")
+            is_owner(json.loads(message.tool_calls[0].function.arguments))
+            back = user("Hi") + [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": BALL}]
+            equal(litellm.completion(messages=back, temperature=0, **k).choices[0].message.content, BALL_IS)
+
+
+@does("litellm", "`embedding`", "does not do embeddings")
+def _():
+    import litellm
+
+    litellm.embedding(input=["x"], **litellm_kwargs())
+
+
 @does("litellm", "`response_format` with a schema")
 def _():
     import litellm
@@ -293,8 +352,10 @@ def _():
         equal(m.invoke([("user", BALL), a, ("user", "1+2=")]).text, "3")
 
 
-@does("langchain-openai", "`bind_tools`")
+@does("langchain-openai", "`bind_tools`: the call that `tool_choice` requires, and the answer to its result; with `use_responses_api`, too")
 def _():
+    from langchain_core.messages import ToolMessage
+
     def weather(city: str) -> str:
         """Weather of a city."""
         return "21"
@@ -302,44 +363,29 @@ def _():
     m = langchain(base_url=TOOLS + "/v1", model="with-tools", max_tokens=4).bind_tools([weather])
     equal(m.invoke("Hi").type, "ai")
 
+    def give() -> str:
+        """Who has the ball?"""
 
-@does("langchain-openai", "`with_structured_output` (`json_schema`)")
+    for more in ({}, {"use_responses_api": True}):
+        m = langchain(base_url=AGENTS + "/v1", model="built-in-tools", **more)
+        a = m.bind_tools([give], tool_choice="any").invoke("Hi")
+        equal([(c["name"], c["args"]) for c in a.tool_calls], [("give", {})])
+        equal(m.bind_tools([give]).invoke([("user", "Hi"), a, ToolMessage(BALL, tool_call_id=a.tool_calls[0]["id"])]).text, BALL_IS)
+
+
+@does("langchain-openai", "`with_structured_output` (`json_schema`, `function_calling`)")
 def _():
     is_owner(langchain().with_structured_output({**SCHEMA, "title": "owner"}, method="json_schema").invoke(BALL))
-
-
-# --- instructor
-
-@does("instructor", "`TOOLS`: the call that it names, and its schema")
-def _():
-    import instructor
-    import pydantic
-
-    class Weather(pydantic.BaseModel):
-        city: str = ""
-
-    bias = braces()
-    c = instructor.from_openai(at_tools(openai_client()), mode=instructor.Mode.TOOLS)
-    a = c.chat.completions.create(model="with-tools", messages=user("Hi"), response_model=Weather, max_retries=0, stop="}",
-                                  logit_bias=bias["logit_bias"], presence_penalty=2, temperature=0, extra_body={"include_stop_str_in_output": True})
-    equal(a.city, "")
-
-
-@does("instructor", "`JSON_SCHEMA`")
-def _():
-    import instructor
-
-    c = instructor.from_openai(openai_client(), mode=instructor.Mode.JSON_SCHEMA)
-    is_owner(c.chat.completions.create(model="built-in", messages=user(BALL), response_model=owner(), max_retries=0))
+    is_owner(langchain(base_url=AGENTS + "/v1", model="built-in-tools").with_structured_output(owner(), method="function_calling").invoke(BALL))
 
 
 # --- pydantic-ai
 
-def pydantic_model(kind):
+def pydantic_model(kind, name="built-in", at=None):
     from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    return {"chat": OpenAIChatModel, "responses": OpenAIResponsesModel}[kind]("built-in", provider=OpenAIProvider(base_url=AT + "/v1", api_key=KEY))
+    return {"chat": OpenAIChatModel, "responses": OpenAIResponsesModel}[kind](name, provider=OpenAIProvider(base_url=(at or AT) + "/v1", api_key=KEY))
 
 
 @does("pydantic-ai", "text, a second turn, streamed: by chats and by responses")
@@ -366,13 +412,25 @@ def _():
     is_owner(Agent(pydantic_model("chat"), output_type=NativeOutput(owner())).run_sync(BALL).output)
 
 
+@does("pydantic-ai", "`output_type` by a call of a tool, its default: by chats and by responses")
+def _():
+    from pydantic_ai import Agent
+
+    for kind in ("chat", "responses"):
+        is_owner(Agent(pydantic_model(kind, "built-in-tools", AGENTS), output_type=owner(), model_settings={"temperature": 0, "max_tokens": 64}).run_sync(BALL).output)
+
+
 # --- openai-agents
+
+OPEN = []  # clients, which would close in whatever event loop runs when they are collected
+
 
 def agent(kind="responses", **more):
     import agents
     import openai
 
     c = openai.AsyncOpenAI(base_url=more.pop("at", AT) + "/v1", api_key=KEY, max_retries=0)
+    OPEN.append(c)
     model = {"responses": agents.OpenAIResponsesModel, "chat": agents.OpenAIChatCompletionsModel}[kind](more.pop("model", "built-in"), c)
     return agents.Agent(name="a", model=model, model_settings=agents.ModelSettings(temperature=0, max_tokens=64), **more)
 
@@ -424,11 +482,11 @@ for client, example in (("openai-agents", "openai_agents.py"), ("pydantic-ai", "
 
 # --- lm-eval
 
-def fixture():
-    """ids and logits of the reference's prompts of the fixture qwen3_moe."""
+def fixture(name):
+    """ids and logits of the reference's prompts of a fixture."""
     import numpy
 
-    with open(os.path.join(ROOT, "testdata", "fixtures", "qwen3_moe", "expected.safetensors"), "rb") as f:
+    with open(os.path.join(FIXTURES, name, "expected.safetensors"), "rb") as f:
         header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
         data = f.read()
 
@@ -446,25 +504,31 @@ def lm_eval_model(at, name, length):
     return LocalCompletionsAPI(model=name, base_url=at + "/v1/completions", tokenizer_backend="remote", max_length=length, num_concurrent=2, auth_token=KEY)
 
 
-@does("lm-eval", "`loglikelihood`: the numbers of transformers' logits")
+@does("lm-eval", "`loglikelihood`: the numbers of transformers' logits, of models of each family")
 def _():
+    for name in ("mixtral", "phimoe", "qwen2_moe", "qwen3_moe", "olmoe"):
+        with tempfile.TemporaryDirectory() as dir, Server(dir, "--model", os.path.join(FIXTURES, name)) as at:
+            loglikelihoods(name, lm_eval_model(at, name, 256))
+
+
+def loglikelihoods(name, model):
     import numpy
 
     requests, want = [], []
-    for ids, logits in fixture():
-        for at in {1, len(ids) // 2, len(ids) - 1} - {0}:
-            if at >= len(ids):
+    for ids, logits in fixture(name):
+        log_probs = logits - logits.max(1, keepdims=True)
+        log_probs -= numpy.log(numpy.exp(log_probs).sum(1, keepdims=True))
+        for at in sorted({1, len(ids) // 2, len(ids) - 1}):
+            if not 0 < at < len(ids):
                 continue
-            rows = logits[at - 1:len(ids) - 1]
-            log_probs = rows - rows.max(1, keepdims=True)
-            log_probs -= numpy.log(numpy.exp(log_probs).sum(1, keepdims=True))
             requests.append((("", str(len(requests))), ids[:at], ids[at:]))
-            want.append((sum(log_probs[i, t] for i, t in enumerate(ids[at:])), bool((rows.argmax(1) == ids[at:]).all())))
-    got = lm_eval_model(TOOLS, "with-tools", 256)._loglikelihood_tokens(requests)
+            rows = log_probs[at - 1:len(ids) - 1]
+            want.append((sum(rows[i, t] for i, t in enumerate(ids[at:])), bool((rows.argmax(1) == ids[at:]).all())))
+    got = model._loglikelihood_tokens(requests)
     equal(len(got), len(want))
-    for (lp, greedy), (want_lp, want_greedy), r in zip(got, want, requests):
-        if not math.isclose(lp, want_lp, abs_tol=1e-3 * len(r[2])) or greedy != want_greedy:
-            raise AssertionError(f"{len(r[1])} and {len(r[2])} tokens: {lp}, {greedy}, want {want_lp}, {want_greedy}")
+    for (lp, greedy), (want_lp, want_greedy), (_, context, rest) in zip(got, want, requests):
+        if not math.isclose(lp, want_lp, abs_tol=1e-4 * len(rest)) or greedy != want_greedy:
+            raise AssertionError(f"{name}, {len(context)} and {len(rest)} tokens: {lp}, {greedy}, want {want_lp}, {want_greedy}")
 
 
 @does("lm-eval", "tasks of `multiple_choice`, `loglikelihood_rolling` and `generate_until`, with `tokenizer_backend=remote`")
@@ -493,6 +557,19 @@ def _():
         raise AssertionError(f"{got} bits a byte, want {-total / letters / math.log(2)}")
 
 
+@does("lm-eval", "`generate_until` by chats (`local-chat-completions`)")
+def _():
+    import lm_eval
+    from lm_eval.models.openai_completions import LocalChatCompletion
+    from lm_eval.tasks import TaskManager
+
+    os.chdir(os.path.join(HERE, "tasks"))
+    model = LocalChatCompletion(model="built-in", base_url=AT + "/v1/chat/completions", max_length=256, num_concurrent=2, auth_token=KEY)
+    found = lm_eval.simple_evaluate(model=model, tasks=["moeserve_generate"], apply_chat_template=True,
+                                    task_manager=TaskManager(include_path=os.path.join(HERE, "tasks"), include_defaults=False))["results"]
+    equal(found["moeserve_generate"]["exact_match,none"], 1.0)
+
+
 # --- programs with their own environments
 
 def program(client, *command, env=None):
@@ -500,51 +577,65 @@ def program(client, *command, env=None):
     path = os.path.join(PROGRAMS, client)
     if not os.path.isdir(path):
         raise AssertionError(f"{path} is not there: run make clients")
-    r = subprocess.run(command, cwd=path, capture_output=True, text=True, timeout=600, env={**os.environ, "AT": AT, "TOOLS": TOOLS, "KEY": KEY, **(env or {})})
+    r = subprocess.run(command, cwd=path, capture_output=True, text=True, timeout=600, env={**os.environ, "AT": AT, "AGENTS": AGENTS, "KEY": KEY, **(env or {})})
     if r.returncode != 0:
         raise AssertionError(f"{command[0]} ends with {r.returncode}: {r.stdout[-3000:]} {r.stderr[-3000:]}")
     return r.stdout
 
 
-@does("guidellm", "a benchmark of chats, streamed")
+for mode, what in {
+    "TOOLS": "`TOOLS`: the call that it names, by the schema, also while it is streamed", "TOOLS_STRICT": "`TOOLS_STRICT`", "JSON_SCHEMA": "`JSON_SCHEMA`",
+}.items():
+    does("instructor", what)(lambda mode=mode: program("instructor", "bin/python", os.path.join(HERE, "instructor_check.py"), mode))
+
+
+@does("guidellm", "benchmarks of completions, chats and responses, streamed")
 def _():
-    tokenizer = os.path.join(ROOT, "testdata", "fixtures", "qwen3_moe")
-    with tempfile.TemporaryDirectory() as dir:
-        out = os.path.join(dir, "out.json")
-        program(
-            "guidellm", "bin/guidellm", "run", "--backend", f"kind=openai_http,target={TOOLS},model=with-tools,api_key={KEY}",
-            "--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=6",
-            "--tokenizer", f"kind=huggingface_auto,model={tokenizer}", "--data", "kind=synthetic_text,prompt_tokens=24,output_tokens=8",
-            "--output", f"kind=json,path={out}", "--disable-progress",
-        )
-        with open(out) as f:
-            b = json.load(f)["benchmarks"][0]
-    equal(b["scheduler_metrics"]["requests_made"], {"successful": 6, "errored": 0, "incomplete": 0, "total": 6})
+    tokenizer = os.path.join(FIXTURES, "qwen3_moe")
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
+        with tempfile.TemporaryDirectory() as dir:
+            out = os.path.join(dir, "out.json")
+            program(
+                "guidellm", "bin/guidellm", "run", "--backend", f"kind=openai_http,target={TOOLS},model=with-tools,api_key={KEY},request_format={path}",
+                "--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=6",
+                "--tokenizer", f"kind=huggingface_auto,model={tokenizer}", "--data", "kind=synthetic_text,prompt_tokens=24,output_tokens=8",
+                "--output", f"kind=json,path={out}", "--disable-progress",
+            )
+            with open(out) as f:
+                b = json.load(f)["benchmarks"][0]
+        equal((path, b["scheduler_metrics"]["requests_made"]), (path, {"successful": 6, "errored": 0, "incomplete": 0, "total": 6}))
 
 
-@does("aiperf", "a benchmark of chats, streamed, on the built-in model")
+@does("aiperf", "benchmarks of completions, chats, responses and messages, streamed, on the built-in model")
 def _():
     tokenizer = os.path.join(ROOT, "models", "tiny", "checkpoint")
-    with tempfile.TemporaryDirectory() as dir:
-        program(
-            "aiperf", "bin/aiperf", "profile", "--model", "built-in", "--url", AT, "--api-key", KEY, "--endpoint-type", "chat", "--streaming",
-            "--tokenizer", os.path.abspath(tokenizer), "--request-count", "6", "--concurrency", "2", "--num-dataset-entries", "6",
-            "--synthetic-input-tokens-mean", "24", "--output-tokens-mean", "8", "--workers-max", "2", "--ui", "none", "--artifact-dir", dir,
-            env={"HF_HUB_OFFLINE": ""},  # with it, aiperf takes the path of a tokenizer for a repository's name
-        )
-        with open(os.path.join(dir, "profile_export_aiperf.json")) as f:
-            b = json.load(f)
-    equal((b["request_count"]["avg"], b["error_summary"], b["time_to_first_token"]["count"]), (6.0, [], 6))
+    for kind in ("completions", "chat", "responses", "messages"):
+        with tempfile.TemporaryDirectory() as dir:
+            program(
+                "aiperf", "bin/aiperf", "profile", "--model", "built-in", "--url", AT, "--api-key", KEY, "--endpoint-type", kind, "--streaming",
+                "--tokenizer", tokenizer, "--request-count", "6", "--concurrency", "2", "--num-dataset-entries", "6",
+                "--synthetic-input-tokens-mean", "24", "--output-tokens-mean", "8", "--extra-inputs", "ignore_eos:true", "--extra-inputs", "temperature:0", "--random-seed", "1", "--workers-max", "2", "--ui", "none", "--artifact-dir", dir,
+                # aiperf leaves files behind. With HF_HUB_OFFLINE it takes the path of a tokenizer for a repository's name.
+                env={"TMPDIR": dir, "HF_HUB_OFFLINE": ""},
+            )
+            with open(os.path.join(dir, "profile_export_aiperf.json")) as f:
+                b = json.load(f)
+        equal((kind, b["request_count"]["avg"], b["error_summary"], b["time_to_first_token"]["count"]), (kind, 6.0, [], 6))
 
 
-JS = {
-    "openai (npm)": "chat, stream, completions, responses, streamed too",
-    "@anthropic-ai/sdk (npm)": "messages, streamed too, count_tokens",
-    "ai (npm)": "`generateText`, `streamText`",
-}
-for package, what in JS.items():
-    does(package, what)(lambda package=package: program("js", "node", "check.mjs", package))
-does("ai (npm)", "`generateObject`")(lambda: program("js", "node", "check.mjs", "generateObject"))
+# Names of checks of check.mjs.
+for client, what, name, refused in (
+    ("openai (npm)", "chat, stream, completions, responses, streamed too", "openai", ""),
+    ("openai (npm)", "`parse` with a schema of zod, of chats and of responses", "openai parse", ""),
+    ("openai (npm)", "tools: the call that `tool_choice` requires, streamed too, and the answer to its result; `runTools`", "openai tools", ""),
+    ("openai (npm)", "embeddings", "openai embeddings", "does not do embeddings"),
+    ("@anthropic-ai/sdk (npm)", "messages, streamed too, count_tokens", "anthropic", ""),
+    ("@anthropic-ai/sdk (npm)", "tools: `tool_use`, streamed too, and `tool_result`", "anthropic tools", ""),
+    ("ai (npm)", "`generateText`, `streamText`: by the providers `openai-compatible`, `openai` (responses) and `anthropic`", "ai", ""),
+    ("ai (npm)", "`generateObject`, `Output.object`", "ai objects", ""),
+    ("ai (npm)", "tools: the call that `toolChoice` requires is run and its result answered: by each of these providers", "ai tools", ""),
+):
+    does(client, what, refused)(lambda name=name: program("js", "node", "check.mjs", name))
 
 
 # The tests of tests/openai, each with a server of its own.
@@ -606,12 +697,13 @@ def run(only):
         except Exception as e:
             told = f"{e} {e.__cause__ or ''}"
             if not refused or refused not in told:
-                failed.append(f"{client}: {what}: {type(e).__name__}: {told[-3000:]} {''.join(traceback.format_exception(e)[-3:])}")
+                failed.append(f"{client}: {what}: {type(e).__name__}: {told[-3000:]}\n{''.join(traceback.format_tb(e.__traceback__)[-3:])}")
+                print(f"{client}: {what}: FAILS")
                 continue
             row[1].append(what)
             print(f"{client}: {what}: refused")
     if failed:
-        raise SystemExit("\n".join(failed))
+        raise SystemExit("\n".join(failed) + f"\n{len(failed)} checks fail")
     return rows
 
 
@@ -622,7 +714,7 @@ def page(rows, before):
         "# Clients", "",
         "*For those who use moeserve from client software of others: what was tried, at which version.*", "",
         "<!-- Generated: make clients -->", "",
-        "Each was run against `moeserve serve` with the built-in model, which knows a few tasks by heart, or with a model of random weights whose chat template has tools; agents with the built-in model and the template of `examples/agents`. What is refused is an error that names it.", "",
+        "Each was run against `moeserve serve` with the built-in model, which knows a few tasks by heart, also with the template of `examples/agents`, where requests make it call a tool; or with models of random weights. What is refused is an error that names it.", "",
         "| client | version | works | refused |", "|---|---|---|---|",
     ]
     for client in dict.fromkeys(c[0] for c in CHECKS):
@@ -666,7 +758,7 @@ def main():
     to = os.path.abspath(sys.argv[2])
     with tempfile.TemporaryDirectory() as dir:
         model = os.path.join(dir, "with-tools")
-        shutil.copytree(os.path.join(ROOT, "testdata", "fixtures", "qwen3_moe"), model)
+        shutil.copytree(os.path.join(FIXTURES, "qwen3_moe"), model)
         shutil.copy(os.path.join(ROOT, "tests", "openai", "testdata", "tools.jinja"), os.path.join(model, "chat_template.jinja"))
         agents = os.path.join(dir, "built-in-tools")
         shutil.copytree(os.path.join(ROOT, "models", "tiny", "checkpoint"), agents)
