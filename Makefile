@@ -40,8 +40,8 @@ fuzz:             ## every fuzz target for FUZZTIME
 	  for f in $$($(GO) test -list '^Fuzz' $$p | grep '^Fuzz' || true); do \
 	    echo "$$p $$f"; $(GO) test -run '^$$' -fuzz "^$$f$$" -fuzztime $(FUZZTIME) $$p; done; done
 
-score:            ## the built-in model: 1,000 unseen prompts of each task, through the engine
-	MOESERVE_SCORE=1000 $(GO) test -v -count=1 -timeout 60m -run TestBuiltInModelScore ./engine
+score:            ## the built-in model: 1,000 unseen prompts of each task and conversations with tools of each kind, through the engine
+	MOESERVE_SCORE=1000 $(GO) test -v -count=1 -timeout 60m -run TestBuiltInModel ./engine
 
 load:             ## 64 clients, 100 requests each on the built-in model, each completion as alone
 	MOESERVE_LOAD=100 $(GO) test -v -count=1 -timeout 30m -run TestConcurrentClients ./server

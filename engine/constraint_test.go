@@ -74,7 +74,7 @@ func builtIn(t *testing.T) (tokenizer.Tokenizer, *grammar.Vocabulary) {
 			tokens = append(tokens, grammar.Token{ID: id, Text: text, First: first})
 		}
 	}
-	return tok, grammar.NewVocabulary(544, tokens)
+	return tok, grammar.NewVocabulary(tok.VocabSize(), tokens)
 }
 
 // TestConstraint: completions fit their grammar, and are the same with memory for few of them, which preempts sequences and
@@ -101,7 +101,7 @@ func TestConstraint(t *testing.T) {
 	var want []string
 	for _, blocks := range []int{400, 14} {
 		kv := smallBlocks(t, blocks)
-		e := newEngine(t, engine.Options{Pipeline: &choosing{vocab: 544}, KV: kv, Tokenizer: tok, MaxModelLen: 50, Vocab: 544, StopIDs: []int32{0}, Pause: func(ctx context.Context, _ time.Duration) error { return ctx.Err() }})
+		e := newEngine(t, engine.Options{Pipeline: &choosing{vocab: tok.VocabSize()}, KV: kv, Tokenizer: tok, MaxModelLen: 50, Vocab: tok.VocabSize(), StopIDs: []int32{0}, Pause: func(ctx context.Context, _ time.Duration) error { return ctx.Err() }})
 		outs, err := e.Generate(t.Context(), requests, nil)
 		if err != nil {
 			t.Fatal(err)
@@ -135,9 +135,9 @@ func TestConstraint(t *testing.T) {
 		}
 	}
 	// A vocabulary that cannot spell what has to come fails the request alone.
-	e := newEngine(t, engine.Options{Pipeline: &choosing{vocab: 544}, KV: smallBlocks(t, 100), Tokenizer: tok, MaxModelLen: 50, Vocab: 544})
+	e := newEngine(t, engine.Options{Pipeline: &choosing{vocab: tok.VocabSize()}, KV: smallBlocks(t, 100), Tokenizer: tok, MaxModelLen: 50, Vocab: tok.VocabSize()})
 	x, _ := grammar.Regex("ab")
-	only, err := grammar.New(x, grammar.NewVocabulary(544, []grammar.Token{{ID: 70, Text: "a", First: "a"}}))
+	only, err := grammar.New(x, grammar.NewVocabulary(tok.VocabSize(), []grammar.Token{{ID: 70, Text: "a", First: "a"}}))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"os"
+	"regexp"
 	"strconv"
 	"strings"
 	"testing"
@@ -14,6 +15,8 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/models/grammar"
+	"github.com/moeserve/moeserve/models/grammar/schema"
 	"github.com/moeserve/moeserve/node"
 )
 
@@ -25,7 +28,13 @@ type question struct{ Task, Prompt, Answer string }
 // questions reads the first n of each task.
 func questions(t *testing.T, n int) (tasks []string, byTask map[string][]question) {
 	t.Helper()
-	f, err := os.Open("../models/tiny/testdata/eval.jsonl.gz")
+	return readSet(t, "eval", n, func(q question) string { return q.Task })
+}
+
+// readSet reads the first n rows of each of the five tasks of a test set of the built-in model.
+func readSet[row any](t *testing.T, name string, n int, task func(row) string) (tasks []string, byTask map[string][]row) {
+	t.Helper()
+	f, err := os.Open("../models/tiny/testdata/" + name + ".jsonl.gz")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -34,18 +43,19 @@ func questions(t *testing.T, n int) (tasks []string, byTask map[string][]questio
 	if err != nil {
 		t.Fatal(err)
 	}
-	byTask = map[string][]question{}
+	byTask = map[string][]row{}
 	lines := bufio.NewScanner(z)
 	for lines.Scan() {
-		var q question
-		if err := json.Unmarshal(lines.Bytes(), &q); err != nil {
+		var r row
+		if err := json.Unmarshal(lines.Bytes(), &r); err != nil {
 			t.Fatal(err)
 		}
-		if byTask[q.Task] == nil {
-			tasks = append(tasks, q.Task)
+		of := task(r)
+		if byTask[of] == nil {
+			tasks = append(tasks, of)
 		}
-		if len(byTask[q.Task]) < n {
-			byTask[q.Task] = append(byTask[q.Task], q)
+		if len(byTask[of]) < n {
+			byTask[of] = append(byTask[of], r)
 		}
 	}
 	if err := lines.Err(); err != nil || len(tasks) != 5 {
@@ -54,29 +64,42 @@ func questions(t *testing.T, n int) (tasks []string, byTask map[string][]questio
 	return tasks, byTask
 }
 
-// TestBuiltInModelScore asks the built-in model unseen prompts of every task, half
-// its experts offloaded. MOESERVE_SCORE is how many of each; the test set has
-// 1,000.
-func TestBuiltInModelScore(t *testing.T) {
-	count := 24
-	if v := os.Getenv("MOESERVE_SCORE"); v != "" {
-		var err error
-		if count, err = strconv.Atoi(v); err != nil || count < 1 {
-			t.Fatalf("MOESERVE_SCORE is %q: give a number of prompts", v)
-		}
+// scored is how many prompts of each task are asked: MOESERVE_SCORE, or a few. The test sets have 1,000.
+func scored(t *testing.T) int {
+	t.Helper()
+	v := os.Getenv("MOESERVE_SCORE")
+	if v == "" {
+		return 24
 	}
+	count, err := strconv.Atoi(v)
+	if err != nil || count < 1 {
+		t.Fatalf("MOESERVE_SCORE is %q: give a number of prompts", v)
+	}
+	return count
+}
+
+// halfOffloaded is a node of the built-in model, half of whose experts are offloaded.
+func halfOffloaded(t *testing.T) *node.Node {
+	t.Helper()
 	s := configs.Defaults()
 	s.Offload.Fraction = 0.5
 	n, err := node.Open(t.Context(), node.Options{Settings: s})
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer func() {
+	t.Cleanup(func() {
 		if err := n.Close(); err != nil {
 			t.Error(err)
 		}
-	}()
-	tasks, byTask := questions(t, count)
+	})
+	return n
+}
+
+// TestBuiltInModelScore asks the built-in model unseen prompts of every task, half
+// its experts offloaded.
+func TestBuiltInModelScore(t *testing.T) {
+	n := halfOffloaded(t)
+	tasks, byTask := questions(t, scored(t))
 	var score, activation strings.Builder
 	before, err := n.Pipeline().Counts(t.Context())
 	if err != nil {
@@ -122,4 +145,85 @@ func TestBuiltInModelScore(t *testing.T) {
 	}
 	t.Logf("scores:%s", score.String())
 	t.Logf("share of the choices that fell on each expert, in %%:%s", activation.String())
+}
+
+// conversation is a line of the built-in model's test conversations: turns of a prompt and its answer, with what a chat
+// template puts around messages but for <|assistant|> between the two and <|endoftext|> behind an answer.
+type conversation struct {
+	Task  string
+	Turns [][2]string
+}
+
+// TestBuiltInModelCallsTools holds the built-in model to unseen conversations with tools, half its experts offloaded: calls,
+// two calls at once, answers to their results, questions that need no tool, and JSON, also where a schema forces it.
+func TestBuiltInModelCallsTools(t *testing.T) {
+	n := halfOffloaded(t)
+	_, vocabulary := builtIn(t)
+	tasks, byTask := readSet(t, "calls-eval", scored(t), func(c conversation) string { return c.Task })
+	var score strings.Builder
+	for _, task := range tasks {
+		for turn := range byTask[task][0].Turns {
+			var requests []engine.Request
+			for _, c := range byTask[task] {
+				text := ""
+				for _, before := range c.Turns[:turn] {
+					text += before[0] + "<|assistant|>" + before[1] + "<|endoftext|>"
+				}
+				r := engine.Request{Prompt: encode(t, n.Text().Tokenizer, text+c.Turns[turn][0]+"<|assistant|>", true), Params: engine.DefaultParams()}
+				r.Params.MaxTokens = 64 // as in generation_config.json
+				if task == "forced" {
+					r.Params.Grammar = sameFields(t, vocabulary, c.Turns[turn][1])
+				}
+				requests = append(requests, r)
+			}
+			outs, err := n.Engine().Generate(t.Context(), requests, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			exact := 0
+			for i, c := range byTask[task] {
+				got, want := n.Text().Tokenizer.Decode(outs[i].TokenIDs, true), c.Turns[turn][1]
+				if got == want && outs[i].FinishReason == engine.FinishStop {
+					exact++
+				} else {
+					t.Logf("%s: %q gives %q (%s), not %q", task, c.Turns[:turn+1], got, outs[i].FinishReason, want)
+				}
+			}
+			what := task + []string{"", " result"}[turn]
+			fmt.Fprintf(&score, "\n%-15s %5d of %d exact", what, exact, len(requests))
+			if 100*exact < 98*len(requests) {
+				t.Errorf("%s: %d of %d exact, want 98 %%", what, exact, len(requests))
+			}
+		}
+	}
+	t.Logf("scores:%s", score.String())
+}
+
+// member is a member of a JSON answer: its name and its value.
+var member = regexp.MustCompile(`"(\w+)": ("\w+"|\d+)`)
+
+// sameFields is the grammar of objects that have the fields of a JSON text, with values of the same types.
+func sameFields(t *testing.T, v *grammar.Vocabulary, text string) *grammar.Grammar {
+	t.Helper()
+	var properties, required []string
+	for _, m := range member.FindAllStringSubmatch(text, -1) {
+		kind := "integer"
+		if strings.HasPrefix(m[2], `"`) {
+			kind = "string"
+		}
+		properties, required = append(properties, fmt.Sprintf(`%q: {"type": %q}`, m[1], kind)), append(required, strconv.Quote(m[1]))
+	}
+	e, err := schema.Compile(fmt.Appendf(nil, `{"type": "object", "properties": {%s}, "required": [%s], "additionalProperties": false}`,
+		strings.Join(properties, ", "), strings.Join(required, ", ")), schema.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	g, err := grammar.New(e, v)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !g.Match(text) {
+		t.Fatalf("the schema of %s does not have it", text)
+	}
+	return g
 }

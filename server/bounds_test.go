@@ -36,7 +36,7 @@ func TestBodyLimits(t *testing.T) {
 		user        = `{"role": "user", "content": "x"}`
 	)
 	for _, c := range []struct{ path, body, param, code, message string }{
-		{completions, `{"prompt": "x", "stop_token_ids": ` + list(545, "1") + `}`, "stop_token_ids", "invalid_value", "more than 544 token ids"},
+		{completions, `{"prompt": "x", "stop_token_ids": ` + list(895, "1") + `}`, "stop_token_ids", "invalid_value", "more than 894 token ids"},
 		{completions, `{"prompt": ` + list(258, "1") + `}`, "prompt", "context_length_exceeded", "the prompt has more than 256 tokens"},
 		{completions, `{"prompt": [[1], ` + list(258, "1") + `]}`, "prompt", "context_length_exceeded", "the prompt has more than 256 tokens"},
 		{completions, `{"prompt": ` + list(300, `"x"`) + `}`, "prompt", "invalid_value", "more than 256 prompts"},
@@ -46,7 +46,7 @@ func TestBodyLimits(t *testing.T) {
 		{completions, `{"prompt": "x", "logit_bias": {"": 1}}`, "logit_bias", "invalid_value", `"" is not a token id`},
 		{completions, `{"prompt": "x", "logit_bias": {"5": 1, "5": 1}}`, "logit_bias", "invalid_value", "has token 5 twice"},
 		{completions, `{"prompt": "x", "logit_bias": {"5": null}}`, "logit_bias.5", "invalid_type", "and is null"},
-		{completions, `{"prompt": "x", "logit_bias": {` + strings.TrimPrefix(strings.ReplaceAll(object(545, "1"), "k", ""), "{") + `}`, "logit_bias", "invalid_value", "more than 544 token ids"},
+		{completions, `{"prompt": "x", "logit_bias": {` + strings.TrimPrefix(strings.ReplaceAll(object(895, "1"), "k", ""), "{") + `}`, "logit_bias", "invalid_value", "more than 894 token ids"},
 		{completions, `{"prompt": "x", "stop": ["` + strings.Repeat("é", 513) + `"]}`, "stop", "invalid_value", "at most 1024 bytes"},
 		{completions, `{"prompt": "x", "stop": "` + strings.Repeat("x", 10000) + `"}`, "stop", "invalid_value", "at most 1024 bytes"},
 		{completions, `{"prompt": "x", "stop": ` + list(17, `"x"`) + `}`, "stop", "invalid_value", "at most 16"},
@@ -80,7 +80,7 @@ func TestBodyLimits(t *testing.T) {
 	}
 	// What is at the limit passes.
 	for _, c := range []struct{ path, body string }{
-		{completions, `{"prompt": "x", "max_tokens": 1, "stop_token_ids": ` + list(544, "1") + `, "stop": ` + list(16, `"`+strings.Repeat("\\u0041", 1024)+`"`) + `}`},
+		{completions, `{"prompt": "x", "max_tokens": 1, "stop_token_ids": ` + list(894, "1") + `, "stop": ` + list(16, `"`+strings.Repeat("\\u0041", 1024)+`"`) + `}`},
 		{completions, `{"prompt": ` + list(255, "1") + `, "max_tokens": 1}`},
 		{chats, `{` + hi + `, "max_tokens": 1, "chat_template_kwargs": ` + object(256, "1") + `}`},
 	} {

@@ -68,7 +68,7 @@ func testBadBodies(t *testing.T) {
 		{completions, `{"prompt": [[1, -2]]}`, "prompt", "invalid_type", "token ids must be whole numbers from 0"},
 		{completions, `{"prompt": [[1, 2147483648]]}`, "prompt", "invalid_type", "token ids must be"},
 		{completions, `{"prompt": [[1.5]]}`, "prompt", "invalid_type", "token ids must be"},
-		{completions, `{"prompt": [544]}`, "prompt", "invalid_value", "bad request: prompt token 0 has id 544, the vocabulary is 0 to 543"},
+		{completions, `{"prompt": [894]}`, "prompt", "invalid_value", "bad request: prompt token 0 has id 894, the vocabulary is 0 to 893"},
 		{completions, `{"prompt": ["a", "b", "c", "d"]}`, "prompt", "invalid_value", "it has more than 3 prompts, which is the maximum"},
 		{completions, `{"prompt": ["a", "b"], "n": 2}`, "prompt", "invalid_value", "more than 1 prompts"},
 		{completions, `{"prompt": [` + long + `]}`, "prompt", "context_length_exceeded", "the prompt has 256"},
@@ -98,7 +98,7 @@ func testBadBodies(t *testing.T) {
 		{completions, `{"prompt": "x", "logprobs": 21}`, "logprobs", "invalid_value", "from 0 to 20, and is 21"},
 		{completions, `{"prompt": "x", "logprobs": -1}`, "logprobs", "invalid_value", "from 0 to 20"},
 		{completions, `{"prompt": "x", "logprobs": true}`, "logprobs", "invalid_type", "a boolean"},
-		{completions, `{"prompt": "x", "logit_bias": {"544": 1}}`, "logit_bias", "invalid_value", "for tokens 0 to 543"},
+		{completions, `{"prompt": "x", "logit_bias": {"894": 1}}`, "logit_bias", "invalid_value", "for tokens 0 to 893"},
 		{completions, `{"prompt": "x", "logit_bias": {"x": 1}}`, "logit_bias", "invalid_value", `"x" is not a token id`},
 		{completions, `{"prompt": "x", "logit_bias": {"1": "x"}}`, "logit_bias.1", "invalid_type", "a string"},
 		{completions, `{"prompt": "x", "logit_bias": {"1": 101}}`, "logit_bias", "invalid_value", "from -100 to 100"},
@@ -107,7 +107,7 @@ func testBadBodies(t *testing.T) {
 		{completions, `{"prompt": "x", "stop": ["a", null]}`, "stop", "invalid_type", "a string or an array of strings"},
 		{completions, `{"prompt": "x", "stop": 1}`, "stop", "invalid_type", "and is a number"},
 		{completions, `{"prompt": "x", "stop": [` + strings.Repeat(`"a",`, 16) + `"a"]}`, "stop", "invalid_value", "at most 16"},
-		{completions, `{"prompt": "x", "stop_token_ids": [544]}`, "stop_token_ids", "invalid_value", "from 0 to 543"},
+		{completions, `{"prompt": "x", "stop_token_ids": [894]}`, "stop_token_ids", "invalid_value", "from 0 to 893"},
 		{completions, `{"prompt": "x", "stop_token_ids": 0}`, "stop_token_ids", "invalid_type", "an array of token ids, and is a number"},
 		{completions, `{"prompt": "x", "stream": 1}`, "stream", "invalid_type", "true or false"},
 		{completions, `{"prompt": "x", "stream_options": {}}`, "stream_options", "invalid_value", "only allowed when 'stream'"},
@@ -157,10 +157,9 @@ func testBadBodies(t *testing.T) {
 		{chats, `{` + hi + `, "top_logprobs": 2}`, "top_logprobs", "invalid_value", "needs 'logprobs'"},
 		{chats, `{` + hi + `, "logprobs": true, "top_logprobs": 21}`, "top_logprobs", "invalid_value", "from 0 to 20"},
 		{chats, `{` + hi + `, "logprobs": 1}`, "logprobs", "invalid_type", "true or false"},
-		{chats, `{` + hi + `, "tools": [{"type": "function"}]}`, "tools", "unsupported_parameter", "has no place for them"},
 		{chats, `{` + hi + `, "tools": 1}`, "tools", "invalid_type", "an array of objects"},
 		{chats, `{` + hi + `, "tool_choice": "required"}`, "tool_choice", "invalid_value", "'tools' has no function"},
-		{chats, `{` + hi + tool + `, "tool_choice": "required"}`, "tools", "unsupported_parameter", "no place for them"},
+		{chats, `{` + hi + tool + `, "tool_choice": "required"}`, "tool_choice", "unsupported_parameter", "does not know how this model writes calls"},
 		{chats, `{` + hi + tool + `, "tool_choice": "any"}`, "tool_choice", "invalid_value", `"required" or`},
 		{chats, `{` + hi + tool + `, "tool_choice": 1}`, "tool_choice", "invalid_type", "a string or an object"},
 		{chats, `{` + hi + tool + `, "tool_choice": {"type": "function"}}`, "tool_choice.function", "missing_required_parameter", "tool_choice.function"},
@@ -219,6 +218,25 @@ func TestTemplateRefuses(t *testing.T) {
 		a := h.send(http.MethodPost, "/v1/chat/completions", chatBody("x", ""))
 		if message, _, param, _ := failed(t, a); a.status != http.StatusBadRequest || param != "messages" || !strings.Contains(message, want) {
 			t.Errorf("%s: %d %s", text, a.status, a.body)
+		}
+	}
+}
+
+// Tools are refused where a model's template would drop them.
+func TestTemplateWithoutTools(t *testing.T) {
+	tmpl, err := chat.Load(fstest.MapFS{"chat_template.jinja": {Data: []byte(`{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}`)}}, "test")
+	if err != nil {
+		t.Fatal(err)
+	}
+	h := start(t, options{change: func(m *server.Model) { m.Template = tmpl }})
+	for _, more := range []string{
+		`, "tools": [{"type": "function"}]`,
+		`, "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"`,
+	} {
+		a := h.send(http.MethodPost, "/v1/chat/completions", chatBody("1+2=", more))
+		message, kind, param, code := failed(t, a)
+		if a.status != http.StatusBadRequest || kind != "invalid_request_error" || param != "tools" || code != "unsupported_parameter" || !strings.Contains(message, "has no place for them") {
+			t.Errorf("%s: %d %s", more, a.status, a.body)
 		}
 	}
 }

@@ -19,7 +19,7 @@ import (
 type hasty struct{ *engine.Engine }
 
 func (h hasty) Submit(ctx context.Context, r engine.Request) (*engine.Job, error) {
-	if err := r.Params.Validate(544); err != nil {
+	if err := r.Params.Validate(894); err != nil {
 		return nil, err
 	}
 	r.Params.MaxTokens, r.Params.MinTokens = min(r.Params.MaxTokens, 2), 0

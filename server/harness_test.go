@@ -105,7 +105,7 @@ func start(t testing.TB, o options) *harness {
 		served: make(chan error, 1), ran: make(chan error, 1),
 	}
 	h.model = &server.Model{
-		Names: []string{"tiny"}, Vocab: 544, Engine: h, Tokenizer: n.Text().Tokenizer, Template: n.Text().Template, MaxModelLen: n.Info().Limits.MaxModelLen,
+		Names: []string{"tiny"}, Vocab: 894, Engine: h, Tokenizer: n.Text().Tokenizer, Template: n.Text().Template, MaxModelLen: n.Info().Limits.MaxModelLen,
 		Defaults: engine.DefaultParams(), Created: time.Unix(1, 0), Now: func() any { return n.Observe().Now() },
 	}
 	h.model.Defaults.Temperature = 1

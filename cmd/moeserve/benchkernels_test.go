@@ -130,7 +130,7 @@ func TestPolicyAutoIsNearTheBest(t *testing.T) {
 	if racedetector.Enabled {
 		t.Skip("a minute: its engines run as those of other tests")
 	}
-	for _, links := range []string{"hbm=12MiB,pcie=100MB/s,gpus=1", "hbm=8MiB,pcie=55.3MB/s,nvlink=395MB/s"} {
+	for _, links := range []string{"hbm=12MiB,pcie=100MB/s,gpus=1", "hbm=8.5MiB,pcie=55.3MB/s,nvlink=395MB/s"} {
 		run := func(args ...string) (eval.Result, bool) {
 			args = append([]string{
 				"bench", "throughput", "--emulate", "virtual,host=1GiB,flops=78G,bw=3.9GB/s,cpuflops=20G,cpubw=0.5GB/s," + links, "--input-len", "40", "--num-prompts", "64",

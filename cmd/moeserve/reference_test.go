@@ -366,7 +366,7 @@ var mistakes = []struct {
 	{"Prompt", []string{
 		`moeserve run one two`,
 		`moeserve run --prompt-ids 1,x`,
-		`moeserve run --prompt-ids 1,544`,
+		`moeserve run --prompt-ids 1,894`,
 		`moeserve run --max-model-len 4 123+456=`,
 		`moeserve run --max-model-len 1000 123+456=`,
 	}},

@@ -21,9 +21,10 @@ import (
 // example is a line of testdata/eval.jsonl.gz.
 type example struct{ Task, Prompt, Answer string }
 
-func readExamples(t *testing.T) []example {
+// readLines reads gzipped lines of JSON.
+func readLines[line any](t *testing.T, name string) []line {
 	t.Helper()
-	f, err := os.Open("testdata/eval.jsonl.gz")
+	f, err := os.Open(name)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -32,14 +33,14 @@ func readExamples(t *testing.T) []example {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var all []example
+	var all []line
 	lines := bufio.NewScanner(zipped)
 	for lines.Scan() {
-		var e example
-		if err := json.Unmarshal(lines.Bytes(), &e); err != nil {
+		var l line
+		if err := json.Unmarshal(lines.Bytes(), &l); err != nil {
 			t.Fatalf("line %d: %v", len(all)+1, err)
 		}
-		all = append(all, e)
+		all = append(all, l)
 	}
 	if err := lines.Err(); err != nil {
 		t.Fatal(err)
@@ -169,7 +170,7 @@ func heldOut(prompt string) bool {
 func TestTestPromptsAreHeldOutAndTrue(t *testing.T) {
 	count := map[string]int{}
 	seen := map[string]bool{}
-	for _, e := range readExamples(t) {
+	for _, e := range readLines[example](t, "testdata/eval.jsonl.gz") {
 		count[e.Task]++
 		if seen[e.Prompt] {
 			t.Errorf("%q stands there twice", e.Prompt)

@@ -68,8 +68,7 @@ class Calls(unittest.TestCase):
                 self.assertEqual(rendered(messages, tools), want)
                 cases.append({"messages": messages, "tools": tools, "text": want, "ids": self.vocabulary.encode(want)})
         if at := os.environ.get("CALLS_FILE"):
-            kept = {"tokenizer": self.vocabulary.tokenizer_json(), "template": calls.TEMPLATE, "cases": cases[::25]}
-            pathlib.Path(at).write_text(json.dumps(kept, ensure_ascii=False) + "\n")
+            pathlib.Path(at).write_text(json.dumps(cases[::25], ensure_ascii=False) + "\n")
 
     def test_the_five_tasks_keep_their_tokens(self):
         plain = Generator(Vocabulary(), "cpu", 5)
