@@ -245,6 +245,42 @@ func TestGuidePython(t *testing.T) {
 	}
 }
 
+// The agents of README.md and the guide have the built-in model call a tool and answer its result, where their packages are.
+func TestGuideAgents(t *testing.T) {
+	python := os.Getenv("MOESERVE_PYTHON")
+	if python == "" {
+		python = "python3"
+	}
+	if out, err := exec.CommandContext(t.Context(), python, "-c", "import agents, pydantic_ai.models.openai").CombinedOutput(); err != nil {
+		t.Skipf("%s has not both openai-agents and pydantic-ai-slim[openai] to run the examples with (MOESERVE_PYTHON names another): %v %s", python, err, out)
+	}
+	guide := codeBlocks(t, "../../docs/guide/agents.md")
+	prints := slices.IndexFunc(guide, func(b codeBlock) bool { return b.language == "text" })
+	if prints < 0 {
+		t.Fatal("the guide does not say what agents print")
+	}
+	var commands []string
+	for _, page := range []string{readme, "../../docs/guide/agents.md"} {
+		found := 0
+		for _, b := range codeBlocks(t, page) {
+			for _, m := range regexp.MustCompile(`(?m)^python3 (examples/agents/\S+)$`).FindAllStringSubmatch(b.text, -1) {
+				commands, found = append(commands, m[1]), found+1
+			}
+		}
+		if found != 2 {
+			t.Errorf("%s runs %d agents, want 2", page, found)
+		}
+	}
+	p := startServe(t)
+	slices.Sort(commands)
+	for _, example := range slices.Compact(commands) {
+		out, err := exec.CommandContext(t.Context(), python, filepath.Join("..", "..", example), p.url).CombinedOutput()
+		if want := strings.Repeat(guide[prints].text, 2); err != nil || string(out) != want {
+			t.Errorf("%s: %v, prints\n%s\nwant\n%s", example, err, out, want)
+		}
+	}
+}
+
 // The first command is followed by what it prints, and the tests' command is where
 // CI looks for it.
 func TestREADMEOutput(t *testing.T) {

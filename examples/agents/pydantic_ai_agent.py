@@ -1,6 +1,6 @@
-"""An agent of pydantic-ai that calls a tool, by chat completions and by the Responses API.
+"""An agent of pydantic-ai whose model calls a tool, by the Responses API and by chat completions.
 
-Usage: pydantic_ai_agent.py [ADDRESS [MODEL]], those of a server (http://127.0.0.1:8000, built-in-tools).
+Usage: pydantic_ai_agent.py [ADDRESS [MODEL]], those of a server (http://127.0.0.1:8000, built-in).
 """
 
 import os
@@ -10,22 +10,22 @@ from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-ADDRESS, MODEL = (sys.argv[1:] + ["http://127.0.0.1:8000", "built-in-tools"][len(sys.argv) - 1:])[:2]
+ADDRESS, MODEL = (sys.argv[1:] + ["http://127.0.0.1:8000", "built-in"][len(sys.argv) - 1:])[:2]
 provider = OpenAIProvider(base_url=ADDRESS + "/v1", api_key=os.environ.get("MOESERVE_API_KEY", "none"))
 
 
-def settings(run):
-    # The model is made to call a tool first.
-    return {"temperature": 0, "max_tokens": 64, "tool_choice": "required" if run.run_step == 1 else "auto"}
+def get_weather(city: str, day: str) -> str:
+    """The weather in a city on a day."""
+    print(f"get_weather({city!r}, {day!r})")
+    return "sunny"
 
 
-for model in (OpenAIChatModel(MODEL, provider=provider), OpenAIResponsesModel(MODEL, provider=provider)):
-    agent = Agent(model, model_settings=settings)
+def add(a: int, b: int) -> int:
+    """The sum of two numbers."""
+    print(f"add({a}, {b})")
+    return a + b
 
-    @agent.tool_plain
-    def next_question() -> str:
-        """The next question to be answered."""
-        print("next_question is called")
-        return "Ann gave the red ball to Ben. Who has the ball?"
 
-    print(agent.run_sync("Answer the next question.").output)
+for model in (OpenAIResponsesModel(MODEL, provider=provider), OpenAIChatModel(MODEL, provider=provider)):
+    agent = Agent(model, model_settings={"temperature": 0, "max_tokens": 64}, tools=[get_weather, add])
+    print(agent.run_sync("What is the weather in Paris today?").output)

@@ -1,8 +1,8 @@
 // Checks of client software in JavaScript: node check.mjs CHECK. AT is the address of a server with the built-in
-// model, AGENTS of one with a template with tools for it, KEY their key. See check.py.
+// model, KEY its key. See check.py.
 import assert from "node:assert/strict";
 
-const { AT, AGENTS, KEY } = process.env;
+const { AT, KEY } = process.env;
 const BALL = "Ann gave the red ball to Ben. Who has the ball?";
 const BALL_IS = "Ben has the red ball.";
 const SCHEMA = { type: "object", properties: { owner: { enum: ["Ann", "Ben"] } }, required: ["owner"], additionalProperties: false };
@@ -24,26 +24,26 @@ async function owner() {
   return z.object({ owner: z.enum(["Ann", "Ben"]) });
 }
 
-async function openai(at = AT) {
+async function openai() {
   const { default: OpenAI } = await import("openai");
-  return new OpenAI({ baseURL: at + "/v1", apiKey: KEY, maxRetries: 0 });
+  return new OpenAI({ baseURL: AT + "/v1", apiKey: KEY, maxRetries: 0 });
 }
 
-async function anthropic(at = AT) {
+async function anthropic() {
   const { default: Anthropic } = await import("@anthropic-ai/sdk");
-  return new Anthropic({ baseURL: at, apiKey: KEY, maxRetries: 0 });
+  return new Anthropic({ baseURL: AT, apiKey: KEY, maxRetries: 0 });
 }
 
 // A model of the Vercel AI SDK by each provider.
-async function vercel(at = AT, model = "built-in") {
+async function vercel() {
   const { createOpenAICompatible } = await import("@ai-sdk/openai-compatible");
   const { createOpenAI } = await import("@ai-sdk/openai");
   const { createAnthropic } = await import("@ai-sdk/anthropic");
-  const api = { baseURL: at + "/v1", apiKey: KEY };
+  const api = { baseURL: AT + "/v1", apiKey: KEY };
   return [
-    createOpenAICompatible({ name: "moeserve", supportsStructuredOutputs: true, includeUsage: true, ...api })(model),
-    createOpenAI(api).responses(model),
-    createAnthropic(api)(model),
+    createOpenAICompatible({ name: "moeserve", supportsStructuredOutputs: true, includeUsage: true, ...api })("built-in"),
+    createOpenAI(api).responses("built-in"),
+    createAnthropic(api)("built-in"),
   ];
 }
 
@@ -74,11 +74,11 @@ const checks = {
     isOwner((await c.responses.parse({ model: "built-in", input: BALL, text: { format: zodTextFormat(await owner(), "owner") } })).output_parsed);
   },
   async "openai tools"() {
-    const c = await openai(AGENTS);
+    const c = await openai();
     const called = [];
     const give = { type: "function", function: { name: "give", parameters: SCHEMA, parse: JSON.parse, function: (o) => (called.push(o), BALL) } };
     const { parse: _, function: __, ...sent } = give.function;
-    const ask = { model: "built-in-tools", messages: user("Hi"), temperature: 0, max_tokens: 64 };
+    const ask = { model: "built-in", messages: user("Hi"), temperature: 0, max_tokens: 64 };
     const required = { ...ask, tools: [{ type: "function", function: sent }], tool_choice: "required" };
     const whole = await c.chat.completions.create(required);
     const streamed = await c.chat.completions.stream(required).finalChatCompletion();
@@ -110,8 +110,8 @@ const checks = {
     await assert.rejects(c.messages.create({ ...ask, temperature: -1 }), { status: 400 });
   },
   async "anthropic tools"() {
-    const c = await anthropic(AGENTS);
-    const ask = { model: "built-in-tools", max_tokens: 64, messages: user("Hi"), temperature: 0 };
+    const c = await anthropic();
+    const ask = { model: "built-in", max_tokens: 64, messages: user("Hi"), temperature: 0 };
     const required = { ...ask, tools: [{ name: "give", input_schema: SCHEMA }], tool_choice: { type: "any" } };
     for (const m of [await c.messages.create(required), await c.messages.stream(required).finalMessage()]) {
       assert.equal(m.stop_reason, "tool_use");
@@ -134,9 +134,7 @@ const checks = {
   async "ai objects"() {
     const { generateObject, generateText, Output } = await import("ai");
     const schema = await owner();
-    const [compatible, responses] = await vercel();
-    const [, , messages] = await vercel(AGENTS, "built-in-tools"); // objects are arguments of a call
-    for (const model of [compatible, responses, messages]) {
+    for (const model of await vercel()) { // by messages, objects are arguments of a call
       const ask = { model, prompt: BALL, maxOutputTokens: 64, maxRetries: 0 };
       isOwner((await generateObject({ ...ask, schema })).object);
       isOwner((await generateText({ ...ask, output: Output.object({ schema }) })).output);
@@ -144,7 +142,7 @@ const checks = {
   },
   async "ai tools"() {
     const { generateText, stepCountIs, tool } = await import("ai");
-    for (const model of await vercel(AGENTS, "built-in-tools")) {
+    for (const model of await vercel()) {
       const called = [];
       const give = tool({ inputSchema: await owner(), execute: (o) => (called.push(o), BALL) });
       const { text } = await generateText({

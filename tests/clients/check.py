@@ -39,9 +39,8 @@ os.environ.update(
     OPENAI_API_KEY=KEY, ANTHROPIC_API_KEY=KEY, TOKENIZERS_PARALLELISM="false", TQDM_DISABLE="1", HF_DATASETS_DISABLE_PROGRESS_BARS="1",
 )
 
-# At: the built-in model; tools: a model of random weights whose chat template has tools; agents: the built-in model with
-# the template of examples/agents.
-AT = TOOLS = AGENTS = None
+# At: the built-in model; tools: a model of random weights whose chat template has tools.
+AT = TOOLS = None
 CHECKS = []
 
 
@@ -147,8 +146,8 @@ def _():
                                   tool_choice={"type": "function", "function": {"name": "weather"}})
     equal(a.choices[0].message.tool_calls[0].function.name, "weather")
     # A call that the model must make, its arguments by their schema, and the answer to its result.
-    c = openai_client(base_url=AGENTS + "/v1").chat.completions
-    request = dict(model="built-in-tools", messages=user("Hi"), tools=[{"type": "function", "function": {"name": "give", "parameters": SCHEMA}}],
+    c = openai_client().chat.completions
+    request = dict(model="built-in", messages=user("Hi"), tools=[{"type": "function", "function": {"name": "give", "parameters": SCHEMA}}],
                    tool_choice="required", temperature=0, max_tokens=64)
     with c.stream(**request) as s:
         streamed = s.get_final_completion().choices[0]
@@ -156,7 +155,7 @@ def _():
         equal((one.finish_reason, one.message.tool_calls[0].function.name), ("tool_calls", "give"))
         is_owner(json.loads(one.message.tool_calls[0].function.arguments))
         back = user("Hi") + [one.message, {"role": "tool", "tool_call_id": one.message.tool_calls[0].id, "content": BALL}]
-        equal(c.create(model="built-in-tools", messages=back, temperature=0).choices[0].message.content, BALL_IS)
+        equal(c.create(model="built-in", messages=back, temperature=0).choices[0].message.content, BALL_IS)
 
 
 @does("openai", "its asynchronous client, 16 streams at once")
@@ -266,11 +265,11 @@ def _():
 
 # --- litellm
 
-def litellm_kwargs(provider="openai/", name="built-in", at=None):
+def litellm_kwargs(provider="openai/"):
     import litellm
 
     litellm.suppress_debug_info = True
-    return dict(model=provider + name, api_base=(at or AT) + "/v1", api_key=KEY, timeout=60, num_retries=0)
+    return dict(model=provider + "built-in", api_base=AT + "/v1", api_key=KEY, timeout=60, num_retries=0)
 
 
 @does("litellm", "`completion` (`openai/`, `hosted_vllm/`), whole and streamed; a second turn with its message")
@@ -307,7 +306,7 @@ def _():
     import litellm
 
     for provider in ("openai/", "hosted_vllm/"):
-        k = litellm_kwargs(provider, "built-in-tools", AGENTS)
+        k = litellm_kwargs(provider)
         request = dict(messages=user("Hi"), tools=[{"type": "function", "function": {"name": "give", "parameters": SCHEMA}}], tool_choice="required", temperature=0, max_tokens=64, **k)
         chunks = list(litellm.completion(stream=True, **request))
         for a in (litellm.completion(**request), litellm.stream_chunk_builder(chunks)):
@@ -367,7 +366,7 @@ def _():
         """Who has the ball?"""
 
     for more in ({}, {"use_responses_api": True}):
-        m = langchain(base_url=AGENTS + "/v1", model="built-in-tools", **more)
+        m = langchain(**more)
         a = m.bind_tools([give], tool_choice="any").invoke("Hi")
         equal([(c["name"], c["args"]) for c in a.tool_calls], [("give", {})])
         equal(m.bind_tools([give]).invoke([("user", "Hi"), a, ToolMessage(BALL, tool_call_id=a.tool_calls[0]["id"])]).text, BALL_IS)
@@ -376,16 +375,16 @@ def _():
 @does("langchain-openai", "`with_structured_output` (`json_schema`, `function_calling`)")
 def _():
     is_owner(langchain().with_structured_output({**SCHEMA, "title": "owner"}, method="json_schema").invoke(BALL))
-    is_owner(langchain(base_url=AGENTS + "/v1", model="built-in-tools").with_structured_output(owner(), method="function_calling").invoke(BALL))
+    is_owner(langchain().with_structured_output(owner(), method="function_calling").invoke(BALL))
 
 
 # --- pydantic-ai
 
-def pydantic_model(kind, name="built-in", at=None):
+def pydantic_model(kind):
     from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    return {"chat": OpenAIChatModel, "responses": OpenAIResponsesModel}[kind](name, provider=OpenAIProvider(base_url=(at or AT) + "/v1", api_key=KEY))
+    return {"chat": OpenAIChatModel, "responses": OpenAIResponsesModel}[kind]("built-in", provider=OpenAIProvider(base_url=AT + "/v1", api_key=KEY))
 
 
 @does("pydantic-ai", "text, a second turn, streamed: by chats and by responses")
@@ -417,7 +416,7 @@ def _():
     from pydantic_ai import Agent
 
     for kind in ("chat", "responses"):
-        is_owner(Agent(pydantic_model(kind, "built-in-tools", AGENTS), output_type=owner(), model_settings={"temperature": 0, "max_tokens": 64}).run_sync(BALL).output)
+        is_owner(Agent(pydantic_model(kind), output_type=owner(), model_settings={"temperature": 0, "max_tokens": 64}).run_sync(BALL).output)
 
 
 # --- openai-agents
@@ -473,11 +472,11 @@ def _():
 
 
 for client, example in (("openai-agents", "openai_agents.py"), ("pydantic-ai", "pydantic_ai_agent.py")):
-    @does(client, "[an agent](../guide/agents.md) that must call a tool does, and answers its result: by responses and by chats")
+    @does(client, "[an agent](../guide/agents.md) whose model chooses to call a tool, and answers its result: by responses and by chats")
     def _(example=example):
         path = os.path.join(ROOT, "examples", "agents", example)
-        r = subprocess.run([sys.executable, path, AGENTS], capture_output=True, text=True, timeout=120, env={**os.environ, "MOESERVE_API_KEY": KEY})
-        equal((r.stdout, r.returncode, r.stderr[-3000:] if r.returncode else ""), (f"next_question is called\n{BALL_IS}\n" * 2, 0, ""))
+        r = subprocess.run([sys.executable, path, AT], capture_output=True, text=True, timeout=120, env={**os.environ, "MOESERVE_API_KEY": KEY})
+        equal((r.stdout, r.returncode, r.stderr[-3000:] if r.returncode else ""), ("get_weather('Paris', 'today')\nIt will be sunny in Paris.\n" * 2, 0, ""))
 
 
 # --- lm-eval
@@ -577,7 +576,7 @@ def program(client, *command, env=None):
     path = os.path.join(PROGRAMS, client)
     if not os.path.isdir(path):
         raise AssertionError(f"{path} is not there: run make clients")
-    r = subprocess.run(command, cwd=path, capture_output=True, text=True, timeout=600, env={**os.environ, "AT": AT, "AGENTS": AGENTS, "KEY": KEY, **(env or {})})
+    r = subprocess.run(command, cwd=path, capture_output=True, text=True, timeout=600, env={**os.environ, "AT": AT, "KEY": KEY, **(env or {})})
     if r.returncode != 0:
         raise AssertionError(f"{command[0]} ends with {r.returncode}: {r.stdout[-3000:]} {r.stderr[-3000:]}")
     return r.stdout
@@ -714,7 +713,7 @@ def page(rows, before):
         "# Clients", "",
         "*For those who use moeserve from client software of others: what was tried, at which version.*", "",
         "<!-- Generated: make clients -->", "",
-        "Each was run against `moeserve serve` with the built-in model, which knows a few tasks by heart, also with the template of `examples/agents`, where requests make it call a tool; or with models of random weights. What is refused is an error that names it.", "",
+        "Each was run against `moeserve serve` with the built-in model, which knows a few tasks and tools by heart, or with models of random weights. What is refused is an error that names it.", "",
         "| client | version | works | refused |", "|---|---|---|---|",
     ]
     for client in dict.fromkeys(c[0] for c in CHECKS):
@@ -752,7 +751,7 @@ class Server:
 
 
 def main():
-    global AT, TOOLS, AGENTS
+    global AT, TOOLS
     if len(sys.argv) < 3:
         raise SystemExit(__doc__)
     to = os.path.abspath(sys.argv[2])
@@ -760,10 +759,7 @@ def main():
         model = os.path.join(dir, "with-tools")
         shutil.copytree(os.path.join(FIXTURES, "qwen3_moe"), model)
         shutil.copy(os.path.join(ROOT, "tests", "openai", "testdata", "tools.jinja"), os.path.join(model, "chat_template.jinja"))
-        agents = os.path.join(dir, "built-in-tools")
-        shutil.copytree(os.path.join(ROOT, "models", "tiny", "checkpoint"), agents)
-        shutil.copy(os.path.join(ROOT, "examples", "agents", "chat_template.jinja"), agents)
-        with Server(dir) as AT, Server(dir, "--model", model) as TOOLS, Server(dir, "--model", agents) as AGENTS:
+        with Server(dir) as AT, Server(dir, "--model", model) as TOOLS:
             rows = run(sys.argv[3:])
     before = ""
     if sys.argv[3:] and os.path.exists(to):
