@@ -175,8 +175,9 @@ def _():
 
 @does("openai", "`response_format` `json_object`")
 def _():
-    a = openai_client().chat.completions.create(model="built-in", messages=user(BALL), response_format={"type": "json_object"}, temperature=0, max_tokens=128)
-    equal(type(json.loads(a.choices[0].message.content)), dict)
+    a = openai_client().chat.completions.create(model="built-in", messages=user("Ann put the red ball in the barn. JSON with name color"),
+                                                response_format={"type": "json_object"}, temperature=0, max_tokens=128)
+    equal(json.loads(a.choices[0].message.content), {"name": "Ann", "color": "red"})
 
 
 @does("openai", "stored responses (`previous_response_id`)", "nothing is stored")
