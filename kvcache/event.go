@@ -11,11 +11,11 @@ const MediumGPU = "GPU"
 type Event struct {
 	// Medium is MediumGPU, or the name of a tier.
 	Medium string
-	// Stored are the keys of successive blocks.
+	// Stored are the keys of successive blocks: those of the GPU, also where a tier's hold several of them.
 	Stored []Key
 	// Parent is the key of the block before the first of Stored. Zero: there is none, or it is unknown.
 	Parent Key
-	// Tokens of the Stored blocks, where they are known, so many of each as a block of the medium has.
+	// Tokens of the Stored blocks, where they are known.
 	Tokens []int32
 	// Removed are keys in no order that means anything.
 	Removed []Key

@@ -6,7 +6,6 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/engine"
-	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/kvcache/events"
 	"github.com/moeserve/moeserve/node/fault"
 )
@@ -35,7 +34,7 @@ func (n *Node) openKVEvents(u *setup, o *engine.Options) (err error) {
 		host = "localhost"
 	}
 	n.events, err = events.Open(events.Options{
-		Config: u.kvEvents, Topic: fmt.Sprintf("kv@%s@%s", host, n.info.Name), BlockTokens: n.eventTokens, Log: n.log,
+		Config: u.kvEvents, Topic: fmt.Sprintf("kv@%s@%s", host, n.info.Name), BlockTokens: n.kv.BlockTokens(), Log: n.log,
 	})
 	if err != nil {
 		return fault.Of(fault.ErrConfig, err)
@@ -46,14 +45,6 @@ func (n *Node) openKVEvents(u *setup, o *engine.Options) (err error) {
 	}
 	o.KVEvents = n.events.Publish
 	return nil
-}
-
-// eventTokens is the number of tokens of a medium's block.
-func (n *Node) eventTokens(medium string) int {
-	if medium != kvcache.MediumGPU && n.tiers != nil {
-		return n.tiers.Factor() * n.kv.BlockTokens()
-	}
-	return n.kv.BlockTokens()
 }
 
 // KVEvents is the publisher of KV events; nil: there is none.

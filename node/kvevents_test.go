@@ -3,6 +3,8 @@ package node_test
 import (
 	"encoding/binary"
 	"errors"
+	"fmt"
+	"maps"
 	"math"
 	"strings"
 	"testing"
@@ -22,8 +24,40 @@ import (
 // heldBlocks are the keys of each medium, by the events of a node.
 type heldBlocks map[string]map[kvcache.Key]bool
 
-// followEvents asks a node for all batches, and applies them.
-func followEvents(t *testing.T, n *node.Node) heldBlocks {
+// blockChains are the keys before those that a node's GPU has stored, by its events.
+type blockChains map[kvcache.Key]kvcache.Key
+
+// position of the block of a key in its sequence, from 0.
+func (c blockChains) position(t *testing.T, k kvcache.Key) (n int) {
+	t.Helper()
+	for ; ; n++ {
+		before, ok := c[k]
+		if !ok {
+			t.Fatalf("the GPU has never stored key %x", k[:4])
+		}
+		if before == (kvcache.Key{}) {
+			return n
+		}
+		k = before
+	}
+}
+
+// followEvents applies all events that a node has published so far: behind them it publishes one of its own, of this name,
+// as batches are encoded later than they are published.
+func followEvents(t *testing.T, n *node.Node, name string) (heldBlocks, blockChains) {
+	t.Helper()
+	const medium = "TEST"
+	last := kvcache.RootKey([]byte(name))
+	n.KVEvents().Publish([]kvcache.Event{{Medium: medium, Stored: []kvcache.Key{last}}})
+	for {
+		if held, chains := replayEvents(t, n); held[medium][last] {
+			return held, chains
+		}
+	}
+}
+
+// replayEvents asks a node for all batches, and applies them.
+func replayEvents(t *testing.T, n *node.Node) (heldBlocks, blockChains) {
 	t.Helper()
 	s := zmq4.NewDealer(t.Context())
 	defer s.Close()
@@ -33,7 +67,7 @@ func followEvents(t *testing.T, n *node.Node) heldBlocks {
 	if err := s.SendMulti(zmq4.NewMsgFrom(nil, make([]byte, 8))); err != nil {
 		t.Fatal(err)
 	}
-	held := heldBlocks{}
+	held, chains := heldBlocks{}, blockChains{}
 	for next := uint64(0); ; next++ {
 		m, err := s.Recv()
 		if err != nil {
@@ -44,7 +78,7 @@ func followEvents(t *testing.T, n *node.Node) heldBlocks {
 			if next < 2 {
 				t.Fatalf("%d batches", next)
 			}
-			return held
+			return held, chains
 		}
 		if number != next {
 			t.Fatalf("batch %d comes after batch %d", number, next-1)
@@ -54,12 +88,12 @@ func followEvents(t *testing.T, n *node.Node) heldBlocks {
 			t.Fatal(err)
 		}
 		for _, e := range b[1].([]any) {
-			held.apply(t, e.(map[string]any))
+			held.apply(t, chains, e.(map[string]any))
 		}
 	}
 }
 
-func (h heldBlocks) apply(t *testing.T, e map[string]any) {
+func (h heldBlocks) apply(t *testing.T, chains blockChains, e map[string]any) {
 	t.Helper()
 	if e["type"] == "AllBlocksCleared" {
 		clear(h)
@@ -68,6 +102,10 @@ func (h heldBlocks) apply(t *testing.T, e map[string]any) {
 	medium := e["medium"].(string)
 	if h[medium] == nil {
 		h[medium] = map[kvcache.Key]bool{}
+	}
+	before := kvcache.Key{}
+	if parent, ok := e["parent_block_hash"].([]byte); ok {
+		before = kvcache.Key(parent)
 	}
 	for i, k := range e["block_hashes"].([]any) {
 		k := kvcache.Key(k.([]byte))
@@ -78,21 +116,30 @@ func (h heldBlocks) apply(t *testing.T, e map[string]any) {
 			continue
 		}
 		h[medium][k] = true
-		if i == 0 && medium == kvcache.MediumGPU && e["parent_block_hash"] != nil {
-			// A block is found only behind its parent, which is removed later than it, if at all.
-			if p := kvcache.Key(e["parent_block_hash"].([]byte)); !h[medium][p] {
-				t.Errorf("key %x is stored behind key %x, which is not", k[:4], p[:4])
-			}
+		if medium != kvcache.MediumGPU {
+			continue
 		}
+		// A block is found only behind its parent, which is removed later than it, if at all.
+		if i == 0 && before != (kvcache.Key{}) && !h[medium][before] {
+			t.Errorf("key %x is stored behind key %x, which is not", k[:4], before[:4])
+		}
+		chains[k], before = before, k
 	}
 }
 
 // TestKVEvents: who follows the events of a node knows which blocks its pool and its tiers have, also after
-// revocations, a reset and sleep.
+// revocations, a reset and sleep, and where a tier's blocks hold several of the GPU's.
 func TestKVEvents(t *testing.T) {
+	for factor := 1; factor <= 3; factor++ {
+		t.Run(fmt.Sprintf("factor=%d", factor), func(t *testing.T) { testKVEvents(t, factor) })
+	}
+}
+
+func testKVEvents(t *testing.T, factor int) {
 	s := configs.Defaults()
 	tightKV(&s)
-	s.KV.TransferConfig = `{"kv_connector_extra_config": {"num_gpu_blocks": 12, "num_cpu_blocks": 30, "num_file_blocks": 60, "directory": "` + t.TempDir() + `"}}`
+	s.KV.TransferConfig = fmt.Sprintf(`{"kv_connector_extra_config": {"num_gpu_blocks": %d, "num_cpu_blocks": %d, "num_file_blocks": %d, "block_size_factor": %d, "directory": %q}}`,
+		12/factor, 30/factor, 60/factor, factor, t.TempDir())
 	s.KV.EventsConfig = `{"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:*", "replay_endpoint": "tcp://127.0.0.1:*"}`
 	n, err := node.Open(t.Context(), node.Options{Settings: s})
 	if err != nil {
@@ -109,15 +156,27 @@ func TestKVEvents(t *testing.T) {
 			converse1(t, n)
 		}
 		converse1(t, n)
-		held := followEvents(t, n)
+		held, chains := followEvents(t, n, what)
 		for _, tier := range n.Observe().KVTiers().Tiers {
-			if len(held[tier.Medium]) != tier.UsedBlocks {
-				t.Errorf("%s: by the events %s has %d blocks; it has %d", what, tier.Medium, len(held[tier.Medium]), tier.UsedBlocks)
-			}
+			blocks, parts := 0, map[kvcache.Key]bool{}
 			for k := range held[tier.Medium] {
+				if chains.position(t, k)%factor < factor-1 {
+					continue
+				}
+				blocks++
 				if n.KVTiers().Locate(k) == (offload.Place{}) {
 					t.Errorf("%s: key %x is in no tier, by the events in %s", what, k[:4], tier.Medium)
 				}
+				for range factor {
+					parts[k] = true
+					k = chains[k]
+				}
+			}
+			if blocks != tier.UsedBlocks {
+				t.Errorf("%s: by the events %s has %d blocks; it has %d", what, tier.Medium, blocks, tier.UsedBlocks)
+			}
+			if !maps.Equal(held[tier.Medium], parts) {
+				t.Errorf("%s: by the events %s has %d blocks of the GPU; it has %d", what, tier.Medium, len(held[tier.Medium]), len(parts))
 			}
 		}
 		return held

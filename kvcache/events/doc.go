@@ -1,7 +1,7 @@
 // Package events publishes what happens to KV blocks over ZeroMQ, in the form of vLLM's KV events, so that a router of
 // several nodes knows which node has which prefix.
 //
-//	p, err := events.Open(events.Options{Config: config, Topic: "kv@node-0@mixtral", BlockTokens: tokens})
+//	p, err := events.Open(events.Options{Config: config, Topic: "kv@node-0@mixtral", BlockTokens: 16})
 //	engine.Options{KVEvents: p.Publish, …}
 //	err = p.Close()
 //

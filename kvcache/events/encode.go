@@ -20,11 +20,11 @@ type batch struct {
 type encoder struct {
 	buffer bytes.Buffer
 	to     *msgpack.Encoder
-	// blockTokens is the number of tokens of a medium's block.
-	blockTokens func(medium string) int
+	// blockTokens is the number of tokens of a block.
+	blockTokens int
 }
 
-func newEncoder(blockTokens func(medium string) int) *encoder {
+func newEncoder(blockTokens int) *encoder {
 	e := &encoder{blockTokens: blockTokens}
 	e.to = msgpack.NewEncoder(&e.buffer)
 	e.to.UseCompactInts(true)
@@ -64,7 +64,9 @@ func (e *encoder) stored(ev *kvcache.Event) {
 	e.begin("BlockStored", 7)
 	e.keys("block_hashes", ev.Stored)
 	_ = e.to.EncodeString("parent_block_hash")
-	if ev.Parent == (kvcache.Key{}) {
+	// A parent says behind which tokens these come. Without any, as of prompts with a salt, it says nothing, and routers
+	// report an error for one whose tokens they do not know.
+	if ev.Parent == (kvcache.Key{}) || len(ev.Tokens) == 0 {
 		_ = e.to.EncodeNil()
 	} else {
 		_ = e.to.EncodeBytes(ev.Parent[:])
@@ -75,7 +77,7 @@ func (e *encoder) stored(ev *kvcache.Event) {
 		_ = e.to.EncodeInt(int64(t))
 	}
 	_ = e.to.EncodeString("block_size")
-	_ = e.to.EncodeInt(int64(e.blockTokens(ev.Medium)))
+	_ = e.to.EncodeInt(int64(e.blockTokens))
 	_ = e.to.EncodeString("lora_id")
 	_ = e.to.EncodeNil()
 	e.text("medium", ev.Medium)

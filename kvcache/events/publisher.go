@@ -32,8 +32,8 @@ type Options struct {
 	Config Config
 	// Topic is used where the Config has none.
 	Topic string
-	// BlockTokens is the number of tokens of a medium's block.
-	BlockTokens func(medium string) int
+	// BlockTokens is the number of tokens of a block of the GPU.
+	BlockTokens int
 	// Log of subscribers. Default: discarded.
 	Log *slog.Logger
 	// Now is the time of batches. Default: time.Now.

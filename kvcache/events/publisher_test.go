@@ -26,12 +26,7 @@ const topic = "kv@node@model"
 func open(t *testing.T, c events.Config) *events.Publisher {
 	t.Helper()
 	c.Enabled = true
-	p, err := events.Open(events.Options{Config: c, Topic: topic, BlockTokens: func(medium string) int {
-		if medium == kvcache.MediumGPU {
-			return 2
-		}
-		return 4
-	}})
+	p, err := events.Open(events.Options{Config: c, Topic: topic, BlockTokens: 2})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -116,7 +111,8 @@ func TestMessages(t *testing.T) {
 	at := first(t, p, s).number
 	p.Publish([]kvcache.Event{
 		{Medium: "GPU", Stored: []kvcache.Key{key(1), key(2)}, Parent: key(9), Tokens: []int32{1, 200, 3, 150_000}},
-		{Medium: "CPU", Stored: []kvcache.Key{key(2)}},
+		{Medium: "GPU", Stored: []kvcache.Key{key(8)}, Parent: key(7)}, // of a prompt with a salt
+		{Medium: "CPU", Stored: []kvcache.Key{key(1), key(2)}},
 		{Medium: "PEER_GPU", Removed: []kvcache.Key{key(3), key(4)}},
 	})
 	var m message
@@ -138,15 +134,19 @@ func TestMessages(t *testing.T) {
 			"token_ids": []any{int8(1), uint8(200), int8(3), uint32(150_000)}, "block_size": int8(2), "medium": "GPU", "lora_id": nil, "lora_name": nil,
 		},
 		{
-			"type": "BlockStored", "block_hashes": bytes(key(2)), "parent_block_hash": nil,
-			"token_ids": []any{}, "block_size": int8(4), "medium": "CPU", "lora_id": nil, "lora_name": nil,
+			"type": "BlockStored", "block_hashes": bytes(key(8)), "parent_block_hash": nil,
+			"token_ids": []any{}, "block_size": int8(2), "medium": "GPU", "lora_id": nil, "lora_name": nil,
+		},
+		{
+			"type": "BlockStored", "block_hashes": bytes(key(1), key(2)), "parent_block_hash": nil,
+			"token_ids": []any{}, "block_size": int8(2), "medium": "CPU", "lora_id": nil, "lora_name": nil,
 		},
 		{"type": "BlockRemoved", "block_hashes": bytes(key(3), key(4)), "medium": "PEER_GPU"},
 	}
 	if got := fmt.Sprintf("%#v", m.events); got != fmt.Sprintf("%#v", want) {
 		t.Errorf("got  %s\nwant %#v", got, want)
 	}
-	if st := p.Stats(); st.Events != 3 || st.Subscribers != 1 || st.Dropped != 0 || st.Missed != 0 || st.Batches < 3 {
+	if st := p.Stats(); st.Events != 4 || st.Subscribers != 1 || st.Dropped != 0 || st.Missed != 0 || st.Batches < 3 {
 		t.Errorf("%+v", st)
 	}
 }
@@ -408,7 +408,7 @@ func TestAddressInUse(t *testing.T) {
 func BenchmarkPublish(b *testing.B) {
 	p, err := events.Open(events.Options{
 		Config:      events.Config{Enabled: true, Endpoint: "tcp://127.0.0.1:*", MaxQueueSize: 1000},
-		BlockTokens: func(string) int { return 16 },
+		BlockTokens: 16,
 	})
 	if err != nil {
 		b.Fatal(err)

@@ -5,6 +5,8 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/kvcache"
+	"github.com/moeserve/moeserve/kvcache/tier"
 	"github.com/moeserve/moeserve/transfer"
 )
 
@@ -124,6 +126,44 @@ func (t *Tiers) FileNames() (names int) {
 	}
 	return names
 }
+
+// Has reports whether a tier's block of a key can be loaded from a medium.
+func (t *Tiers) Has(medium string, k kvcache.Key) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, l := range t.levels {
+		if l.Name == medium {
+			return l.account.Lookup(k) == tier.Hit
+		}
+	}
+	return false
+}
+
+// MemberCount is the number of the GPU's blocks that are remembered for events of a medium.
+func (t *Tiers) MemberCount(medium string) int {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, l := range t.levels {
+		if l.Name == medium && l.members != nil {
+			return len(l.members.by)
+		}
+	}
+	return 0
+}
+
+// Members are those of a tier of an account of its own.
+type Members struct{ m *members }
+
+func NewMembers(factor int) Members { return Members{newMembers(factor)} }
+
+// Take applies events of the account, of whose blocks these are the members, and returns the members' events.
+func (m Members) Take(e []kvcache.Event, of map[kvcache.Key][]kvcache.Key) []kvcache.Event {
+	m.m.apply(e, of)
+	return m.m.take()
+}
+
+// Len is how many are remembered.
+func (m Members) Len() int { return len(m.m.by) }
 
 // Unregister removes the spec and the policies of a name, so that a test can run again.
 func Unregister(name string) {

@@ -22,14 +22,19 @@ type history struct {
 	*rig
 	rng       *rand.Rand
 	directory string
+	// alike is the number of blocks in which all sequences of one prefix are alike. Those behind them may part within
+	// a tier's block.
+	alike int
 	// running sequences by id; filled is the number of their blocks that are computed or
 	// loaded, -1 during a load.
 	running map[int64]*sequence
 	filled  map[int64]int
 	from    map[int64]int    // first block of a load
 	stored  map[string]int64 // blocks by medium, by events
-	next    int64
-	loaded  int // blocks
+	// chains are the keys of the GPU's blocks in each tier block that a sequence had.
+	chains map[kvcache.Key][]kvcache.Key
+	next   int64
+	loaded int // blocks
 }
 
 // TestHistories: whatever is stored, loaded, revoked, lost, damaged, aborted, reset and fails,
@@ -77,11 +82,12 @@ func TestHistories(t *testing.T) {
 		if rapid.Bool().Draw(rt, "small peers") {
 			o.machine.GPUs = []emulated.GPU{{}, {MemoryBytes: 12 << 10}, {MemoryBytes: 9 << 10}}
 		}
-		steps := rapid.IntRange(20, 120).Draw(rt, "steps")
+		steps, alike := rapid.IntRange(20, 120).Draw(rt, "steps"), rapid.IntRange(1, 8).Draw(rt, "alike")
 		if !t.Run("", func(t *testing.T) {
 			h := &history{
 				rig: newRig(t, o), rng: rand.New(rand.NewPCG(o.machine.Seed, 1)), directory: directory,
 				running: map[int64]*sequence{}, filled: map[int64]int{}, from: map[int64]int{}, stored: map[string]int64{},
+				chains: map[kvcache.Key][]kvcache.Key{}, alike: alike,
 			}
 			for range steps {
 				h.act()
@@ -155,11 +161,16 @@ func (h *history) begin() {
 	k := kvcache.RootKey([]byte{byte(h.rng.IntN(3))})
 	for i := range n {
 		more := int32(0)
-		if i >= 8 {
+		if i >= h.alike {
 			more = int32(h.rng.IntN(2))
 		}
 		k = k.Next([]int32{int32(i), more})
 		s.keys = append(s.keys, k)
+	}
+	for c := range slices.Chunk(s.keys, h.tiers.Factor()) {
+		if len(c) == h.tiers.Factor() {
+			h.chains[c[len(c)-1]] = c
+		}
 	}
 	from := h.rng.IntN(3) // as if the pool had them
 	found, wait := h.tiers.Lookup(s.keys, from, n*blockTokens)
@@ -218,7 +229,7 @@ func (h *history) poll() {
 	h.replay()
 }
 
-// replay applies the events, which give the ready blocks.
+// replay applies the events, which give the GPU's blocks in all ready blocks of each tier.
 func (h *history) replay() {
 	h.Helper()
 	for _, e := range h.tiers.TakeEvents() {
@@ -246,11 +257,31 @@ func (h *history) replay() {
 		}
 	}
 	for _, s := range h.tiers.Stats() {
-		if got := s.Evictable + s.Pinned; got != count[s.Medium] {
-			h.Fatalf("%s has %d ready blocks, by events %d: %+v", s.Medium, got, count[s.Medium], s)
+		blocks, has := 0, map[kvcache.Key]bool{}
+		for k, chain := range h.chains {
+			if !h.tiers.Has(s.Medium, k) {
+				continue
+			}
+			blocks++
+			for _, k := range chain {
+				has[k] = true
+				if !h.ready[k][s.Medium] {
+					h.Fatalf("%s has %x, by events it does not", s.Medium, k[:4])
+				}
+			}
 		}
-		if s.Stored != h.stored[s.Medium] || s.Allocated-s.Evicted-s.Freed != int64(s.Capacity-s.Free) {
-			h.Fatalf("%s has stored %d blocks by events: %+v", s.Medium, h.stored[s.Medium], s)
+		if len(has) != count[s.Medium] || s.Evictable+s.Pinned != blocks {
+			h.Fatalf("%s has %d ready blocks with %d of the GPU's, by events %d: %+v", s.Medium, blocks, len(has), count[s.Medium], s)
+		}
+		remembered, factor := h.tiers.MemberCount(s.Medium), h.tiers.Factor()
+		if factor == 1 && remembered != 0 || factor > 1 && remembered != len(has) {
+			h.Fatalf("%d blocks of %s are remembered, which has %d", remembered, s.Medium, len(has))
+		}
+		if n := h.stored[s.Medium]; n > int64(factor)*s.Stored || factor == 1 && n < s.Stored {
+			h.Fatalf("%s has stored %d blocks by events: %+v", s.Medium, n, s)
+		}
+		if s.Allocated-s.Evicted-s.Freed != int64(s.Capacity-s.Free) {
+			h.Fatalf("%+v", s)
 		}
 	}
 }

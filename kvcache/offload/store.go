@@ -14,17 +14,22 @@ type store struct {
 	account tier.Store
 	// blocks of the GPU that are held, by block of the account; none for those refused.
 	blocks [][]int32
+	// members are those of each of the account's keys, where events name them: see level.members.
+	members map[kvcache.Key][]kvcache.Key
 	// prefix are the keys that were offered with those of the store.
 	prefix []kvcache.Key
 	// hurried: a sequence waits for it.
 	hurried bool
 }
 
-// offered is a block that the tiers may store, and the GPU's blocks that it is made of.
+// offered is a block that the tiers may store: the GPU's blocks that it is made of, and their keys.
 type offered struct {
-	key    kvcache.Key
+	keys   []kvcache.Key
 	blocks []int32
 }
+
+// key is the tier's.
+func (o *offered) key() kvcache.Key { return o.keys[len(o.keys)-1] }
 
 // Store offers the sequence's blocks keys[from:from+len(src)], which are these blocks of the
 // pool, full and final, to the tiers. It holds those that are being stored, and returns at
@@ -39,7 +44,7 @@ func (t *Tiers) Store(keys []kvcache.Key, from int, src []int32, why Cause) {
 	t.drop()
 	all, prefix := make([]offered, 0, len(src)/t.factor), make([]kvcache.Key, 0, len(src)/t.factor)
 	for i := (from + t.factor - 1) / t.factor * t.factor; i+t.factor <= min(from+len(src), len(keys)); i += t.factor {
-		all = append(all, offered{keys[i+t.factor-1], src[i-from : i-from+t.factor]})
+		all = append(all, offered{keys[i : i+t.factor], src[i-from : i-from+t.factor]})
 		prefix = append(prefix, keys[i+t.factor-1])
 	}
 	for _, level := range t.levels {
@@ -62,8 +67,8 @@ func (t *Tiers) Store(keys []kvcache.Key, from int, src []int32, why Cause) {
 		}
 		all = slices.Concat(refused, all[n:])
 		prefix = make([]kvcache.Key, len(all))
-		for i, o := range all {
-			prefix[i] = o.key
+		for i := range all {
+			prefix[i] = all[i].key()
 		}
 	}
 }
@@ -95,7 +100,7 @@ func (t *Tiers) startStore(level *level, all []offered, prefix []kvcache.Key, wh
 	for ; n > 0; n /= 2 {
 		keys := make([]kvcache.Key, n)
 		for i := range keys {
-			keys[i] = all[i].key
+			keys[i] = all[i].key()
 		}
 		if account, ok = level.account.PrepareStore(keys); ok {
 			break
@@ -123,7 +128,7 @@ func (t *Tiers) startStore(level *level, all []offered, prefix []kvcache.Key, wh
 	}
 	next := 0 // of all: the account's keys are some of them, in their order
 	for i, k := range account.Keys {
-		for all[next].key != k {
+		for all[next].key() != k {
 			next++
 		}
 		from := len(held)
@@ -134,14 +139,21 @@ func (t *Tiers) startStore(level *level, all []offered, prefix []kvcache.Key, wh
 		job.Blocks[i] = Block{Key: k, ID: account.IDs[i], Pieces: pieces[from:len(pieces):len(pieces)]}
 		s.blocks[i] = held[from:len(held):len(held)]
 	}
+	if level.members != nil {
+		s.members = membersOf(all, account.Keys)
+	}
 	run, places, err := t.start(route{GPU, level.Name}, job, s)
 	t.completeStore(level, account, places, false)
 	to := &refused
 	if level.Budget != nil && noMemory(err) {
 		to = &again
 	}
+	next = 0
 	for _, i := range places {
-		*to = append(*to, offered{account.Keys[i], s.blocks[i]})
+		for all[next].key() != account.Keys[i] {
+			next++
+		}
+		*to = append(*to, all[next])
 		s.blocks[i] = nil
 	}
 	if run == nil {
@@ -170,7 +182,7 @@ func (t *Tiers) lru() bool { return t.o.Config.EvictionPolicy == tier.PolicyLRU 
 // held.
 func (t *Tiers) fitting(level *level, all []offered, room int) int {
 	for i, o := range all {
-		if level.account.Lookup(o.key) != tier.Miss {
+		if level.account.Lookup(o.key()) != tier.Miss {
 			continue
 		}
 		if room--; room < 0 {
@@ -205,6 +217,9 @@ func (s *store) finish(t *Tiers, run *running) {
 	level.counts.stored(run, good)
 	level.counts.failedStores += int64(len(bad))
 	t.completeStore(level, s.account, good, true)
+	if level.members != nil {
+		level.members.apply(level.account.TakeEvents(), s.members)
+	}
 	t.completeStore(level, s.account, bad, false)
 	if t.lru() {
 		level.account.Touch(s.prefix) // other blocks of it were completed before

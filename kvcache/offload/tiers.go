@@ -123,6 +123,17 @@ type level struct {
 	storing int
 	counts  levelCounts
 	budget  budget
+	// members are those of the account's blocks, for events; nil: there are none, or a block is one of the GPU's.
+	members *members
+}
+
+// takeEvents returns what was stored and removed since the last call, in blocks of the GPU.
+func (l *level) takeEvents() []kvcache.Event {
+	if l.members == nil {
+		return l.account.TakeEvents()
+	}
+	l.members.apply(l.account.TakeEvents(), nil) // store.finish has applied those with Stored
+	return l.members.take()
 }
 
 // New opens the tiers that the configuration asks for.
@@ -163,7 +174,11 @@ func (t *Tiers) open() (err error) {
 	for _, m := range mediums {
 		account, failed := tier.New(tier.Options{Blocks: m.Blocks, Medium: m.Name, Policy: c.EvictionPolicy, DiscardEvents: !t.o.Events})
 		err = errors.Join(err, failed)
-		t.levels = append(t.levels, &level{Medium: *m, account: account, backed: c.Durability[m.Name] != Lossy})
+		l := &level{Medium: *m, account: account, backed: c.Durability[m.Name] != Lossy}
+		if t.o.Events && t.factor > 1 {
+			l.members = newMembers(t.factor)
+		}
+		t.levels = append(t.levels, l)
 		t.worker.handlers[route{GPU, m.Name}], t.worker.handlers[route{m.Name, GPU}] = m.Store, m.Load
 	}
 	return err
@@ -432,13 +447,14 @@ func (t *Tiers) Locate(k kvcache.Key) Place {
 }
 
 // TakeEvents returns what was stored and removed since the last call, by tier, if
-// Options.Events is set.
+// Options.Events is set. Keys are those of the GPU's blocks: each is stored with the first of a
+// tier's blocks that has it, and removed with the last.
 func (t *Tiers) TakeEvents() []kvcache.Event {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	var all []kvcache.Event
 	for _, l := range t.levels {
-		all = append(all, l.account.TakeEvents()...)
+		all = append(all, l.takeEvents()...)
 	}
 	return all
 }

@@ -21,6 +21,8 @@ type history struct {
 	// prefixes are all tokens up to the end of the block of a hash, and hashes the other way round.
 	prefixes map[uint64]string
 	hashes   map[string]uint64
+	// salted are hashes of which no event has said the tokens.
+	salted map[uint64]bool
 	// ran are the prefixes of the sequences that the node has run.
 	ran map[string]bool
 }
@@ -31,7 +33,7 @@ func readHistory(t *testing.T, n *node) *history {
 	t.Helper()
 	h := &history{
 		held: map[string]map[uint64]bool{}, stored: map[string]int{}, removed: map[string]int{},
-		prefixes: map[uint64]string{}, hashes: map[string]uint64{}, ran: map[string]bool{},
+		prefixes: map[uint64]string{}, hashes: map[string]uint64{}, salted: map[uint64]bool{}, ran: map[string]bool{},
 	}
 	for _, tokens := range n.asked {
 		for _, prefix := range prefixes("", tokens) {
@@ -77,12 +79,20 @@ func (h *history) store(e *kvevents.BlockStoredEvent) (wrong string) {
 	if e.BlockSize != blockTokens || e.LoraID != nil || e.LoraName != nil || e.GroupIdx != nil || e.ExtraKeys != nil {
 		return "not blocks of this model"
 	}
-	if e.DeviceTier == gpu {
+	switch {
+	case e.DeviceTier == gpu && len(e.Tokens) > 0:
 		if wrong := h.storeTokens(e); wrong != "" {
 			return wrong
 		}
-	} else if len(e.Tokens) != 0 || e.ParentHash != 0 {
-		return "only the GPU's have tokens and a parent"
+	case len(e.Tokens) > 0 || e.ParentHash != 0:
+		return "tokens that are not in the GPU, or a parent of no tokens"
+	case e.DeviceTier == gpu:
+		for _, hash := range e.BlockHashes {
+			if h.prefixes[hash] != "" {
+				return "the hash had tokens"
+			}
+			h.salted[hash] = true
+		}
 	}
 	held := h.held[e.DeviceTier]
 	if held == nil {
@@ -93,7 +103,7 @@ func (h *history) store(e *kvevents.BlockStoredEvent) (wrong string) {
 		if held[hash] {
 			return "the medium has it already"
 		}
-		if h.prefixes[hash] == "" {
+		if h.prefixes[hash] == "" && !h.salted[hash] {
 			return "the GPU has never had it"
 		}
 		held[hash] = true

@@ -27,20 +27,18 @@ type picker struct {
 	decoder     *decoder
 }
 
-// newPicker wires the packages as the router does. Errors that they log are the test's.
+// newPicker wires the packages as the router does, with the configuration of deploy/router. Errors that they log are the
+// test's.
 func newPicker(t *testing.T) *picker {
 	t.Helper()
 	logged := &errorLog{}
 	ctx, cancel := context.WithCancel(log.IntoContext(context.WithoutCancel(t.Context()), logr.New(logged)))
-	keys, err := kvblock.NewChunkedTokenDatabase(&kvblock.TokenProcessorConfig{BlockSizeTokens: blockTokens})
+	config := readProducerConfig(t, "picker.yaml")
+	keys, err := kvblock.NewChunkedTokenDatabase(config.TokenProcessorConfig)
 	if err != nil {
 		t.Fatal(err)
 	}
-	config, err := kvcache.NewDefaultConfig()
-	if err != nil {
-		t.Fatal(err)
-	}
-	indexer, err := kvcache.NewKVCacheIndexer(ctx, config, keys)
+	indexer, err := kvcache.NewKVCacheIndexer(ctx, config.IndexerConfig, keys)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -141,7 +139,7 @@ func (p *picker) follow(t *testing.T, n *node) {
 // forget ends the subscription to a node.
 func (p *picker) forget(n *node) { p.subscribers.RemoveSubscriber(p.ctx, n.address) }
 
-// scores are those of the nodes that have a prefix of a prompt: how many of its blocks, those in host memory weighted.
+// scores are those of the nodes that have a prefix of a prompt: how many of its blocks, weighted by where they are.
 func (p *picker) scores(t *testing.T, tokens []uint32) map[string]float64 {
 	t.Helper()
 	s, err := p.indexer.ScoreTokens(p.ctx, tokens, model, nil, nil)

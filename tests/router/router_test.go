@@ -90,13 +90,18 @@ func TestPrefixes(t *testing.T) {
 	readHistory(t, short)
 	short.ask(t, prompt)
 	p.await(t, prompt, map[string]float64{short.address: float64(blocks)})
-	// Nobody finds the blocks of a prompt with a salt.
-	salted := numbered(4, 4*blockTokens)
-	post(t, "http://"+short.address+"/v1/completions", map[string]any{"model": model, "prompt": salted, "max_tokens": 1, "cache_salt": "a tenant"}, nil)
-	later, _ := short.ask(t, numbered(5, 2*blockTokens))
-	p.await(t, later, map[string]float64{short.address: 2})
-	if got := p.scores(t, salted); len(got) != 0 {
-		t.Errorf("a prompt with a salt has the scores %v", got)
+	// Nobody finds the blocks of a prompt with a salt, also where it goes on behind blocks that are there.
+	for blocks := 2; blocks <= 6; blocks += 2 {
+		salted := numbered(4, blocks*blockTokens)
+		post(t, "http://"+short.address+"/v1/completions", map[string]any{"model": model, "prompt": salted, "max_tokens": 1, "cache_salt": "a tenant"}, nil)
+		later, _ := short.ask(t, numbered(uint32(10+blocks), 2*blockTokens))
+		p.await(t, later, map[string]float64{short.address: 2})
+		if got := p.scores(t, salted); len(got) != 0 {
+			t.Errorf("a prompt with a salt has the scores %v", got)
+		}
+	}
+	if h := readHistory(t, short); len(h.salted) != 6 {
+		t.Errorf("%d blocks have no tokens, want 6", len(h.salted))
 	}
 }
 
@@ -126,6 +131,13 @@ func TestTiers(t *testing.T) {
 	for i := range prompts {
 		n.ask(t, prompt(i))
 		await(i, "cpu file gpu peer_gpu")
+		eventually(t, func() string {
+			where := p.where(t, n, prompt(0))
+			if got, want := p.scores(t, prompt(0))[n.address], scoreIn(where); got != want {
+				return fmt.Sprintf("blocks in %q have the score %v, want %v", where, got, want)
+			}
+			return ""
+		})
 		first = append(first, p.where(t, n, prompt(0))[blocks-1])
 	}
 	if stages := slices.Compact(first); !slices.Equal(stages, []string{"cpu file gpu peer_gpu", "cpu file peer_gpu", "cpu file", "file", ""}) {
@@ -138,6 +150,7 @@ func TestTiers(t *testing.T) {
 		t.Errorf("the node found %d tokens of %d blocks in its tiers", cached, blocks)
 	}
 	await(back, "cpu file gpu peer_gpu")
+	p.await(t, prompt(back+1), map[string]float64{n.address: score(blocks, weights["peer_gpu"])})
 	// Peers need their memory.
 	for _, device := range []int{1, 2} {
 		post(t, "http://"+n.admin+"/harvest/reclaim", map[string]any{"device": device, "bytes": 64 << 20, "deadline_ms": 5000}, nil)
@@ -160,5 +173,80 @@ func TestTiers(t *testing.T) {
 	}
 	if len(h.stored) != 4 {
 		t.Errorf("events of %v", h.stored)
+	}
+}
+
+// TestLargeTierBlocks: where a tier's block holds several of the GPU's, the index has all of these, also those that two
+// blocks of the tier have in common, as long as one of them is there.
+func TestLargeTierBlocks(t *testing.T) {
+	for _, factor := range []int{2, 3} {
+		t.Run(fmt.Sprintf("factor=%d", factor), func(t *testing.T) {
+			p := newPicker(t)
+			const (
+				prompts = 24
+				begin   = 4 // tier blocks of a prompt, the last of which prompts 2i and 2i+1 have in part
+			)
+			blocks := begin * factor
+			n := newNode(t, "--num-gpu-blocks-override", fmt.Sprint(4*blocks), "--max-model-len", "256", "--max-num-seqs", "1", "--kv-transfer-config", fmt.Sprintf(
+				`{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
+					"block_size_factor": %d, "num_gpu_blocks": 30, "num_cpu_blocks": 38, "num_file_blocks": 44, "directory": %q, "load_policy": "always"}}`,
+				factor, t.TempDir()))
+			p.follow(t, n)
+			prompt := func(i int) []uint32 {
+				shared := numbered(uint32(i/2), (blocks-1)*blockTokens)
+				return append(shared, numbered(uint32(100+i), blockTokens+1)...)
+			}
+			await := func(i int, want string) {
+				t.Helper()
+				eventually(t, func() string {
+					if got := p.where(t, n, prompt(i)); !slices.Equal(got, slices.Repeat([]string{want}, blocks)) {
+						return fmt.Sprintf("blocks of prompt %d are in %q, want %q", i, got, want)
+					}
+					return ""
+				})
+			}
+			parted := 0 // prompts whose last tier block is gone, and has blocks in common with one that is not
+			for i := range prompts {
+				n.ask(t, prompt(i))
+				await(i, "cpu file gpu peer_gpu")
+				for j := range i {
+					where := p.where(t, n, prompt(j))
+					if last := where[blocks-1]; last == "" && where[blocks-2] != "" {
+						parted++
+					}
+				}
+			}
+			if parted == 0 {
+				t.Error("no block of a prompt was left that another one has, too")
+			}
+			const back = prompts - 10
+			await(back, "cpu file peer_gpu")
+			p.await(t, prompt(back), map[string]float64{n.address: score(blocks, weights["peer_gpu"])})
+			if _, cached := n.ask(t, prompt(back)); cached != blocks*blockTokens {
+				t.Errorf("the node found %d tokens of %d blocks in its tiers", cached, blocks)
+			}
+			await(back, "cpu file gpu peer_gpu")
+			var h *history
+			eventually(t, func() string {
+				h = readHistory(t, n)
+				for i := range prompts {
+					if got, want := p.where(t, n, prompt(i)), h.where(prompt(i)); !slices.Equal(got, want) {
+						return fmt.Sprintf("blocks of prompt %d are in %q, the index has them in %q", i, want, got)
+					}
+				}
+				return ""
+			})
+			for _, medium := range []string{"PEER_GPU", "CPU", "FILE"} {
+				if stored, held := h.stored[medium], len(h.held[medium]); held == 0 || stored == held || h.removed[medium] != stored-held {
+					t.Errorf("%s has %d blocks; %d were stored, %d removed", medium, held, stored, h.removed[medium])
+				}
+			}
+			post(t, "http://"+n.admin+"/reset_prefix_cache?reset_external=true", map[string]any{}, nil)
+			n.ask(t, numbered(90, blockTokens))
+			p.await(t, prompt(back), map[string]float64{})
+			if h := readHistory(t, n); len(h.held["PEER_GPU"])+len(h.held["CPU"])+len(h.held["FILE"]) > 0 {
+				t.Errorf("after a reset %v are left", h.held)
+			}
+		})
 	}
 }
