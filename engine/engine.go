@@ -623,6 +623,9 @@ func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func
 func (e *Engine) runStep(ctx context.Context) (worked bool, err error) {
 	e.takeIn()
 	e.takeLoaded()
+	// What tiers have stored meanwhile comes before what the plan removes from the GPU: routers forget a
+	// block that they know in no medium.
+	e.publishEvents()
 	if e.hold() {
 		e.stepEnded = -1
 		return false, nil
@@ -744,13 +747,19 @@ func (e *Engine) abortAll(err error) {
 	e.publish()
 }
 
+// publishEvents passes on what the KV cache and its tiers have stored and removed.
+func (e *Engine) publishEvents() {
+	if e.o.KVEvents == nil {
+		return
+	}
+	if events := e.prefixes.events(); len(events) > 0 {
+		e.o.KVEvents(events)
+	}
+}
+
 // publish copies the scheduler's counters to where State reads them, and passes on events.
 func (e *Engine) publish() {
-	if e.o.KVEvents != nil {
-		if events := e.prefixes.events(); len(events) > 0 {
-			e.o.KVEvents(events)
-		}
-	}
+	e.publishEvents()
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.state.Running, e.state.Waiting = e.sched.Running(), e.sched.Waiting()
