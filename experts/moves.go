@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime"
 	"time"
 
 	"github.com/moeserve/moeserve/device"
@@ -47,7 +48,12 @@ func (s *Store) openPeers() (err error) {
 // host memory instead. The fetches of all layers are submitted when a step begins, so that the last
 // of them would begin only at its end.
 func (s *Store) releasing(slab uint64) {
-	s.mu.Lock()
+	for !s.mu.TryLock() {
+		if s.sealing.Load() {
+			return // no fetch is queued, and Seal waits for copies with the lock held
+		}
+		runtime.Gosched()
+	}
 	defer s.mu.Unlock()
 	if !s.closed {
 		s.fetch.leave(slab)

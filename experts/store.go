@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/moeserve/moeserve/device"
@@ -85,13 +86,15 @@ type Store struct {
 	// peers keeps the peer copies.
 	peers *peercache.Cache[ID]
 
-	mu     sync.Mutex
-	loader *load.Loader // until Seal
-	closed bool
-	places *places
-	fetch  *fetcher
-	tables *tables
-	steps  *steps
+	mu sync.Mutex
+	// sealing: Seal has the lock.
+	sealing atomic.Bool
+	loader  *load.Loader // until Seal
+	closed  bool
+	places  *places
+	fetch   *fetcher
+	tables  *tables
+	steps   *steps
 	// inPlace has no memory where Plan.InPlaceBytes is 0.
 	inPlace *inPlace
 	counts  counts
@@ -182,6 +185,8 @@ func (s *Store) Expert(layer, expert int, part kernels.Part, row int, data []byt
 func (s *Store) Seal(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.sealing.Store(true)
+	defer s.sealing.Store(false)
 	if s.loader == nil {
 		return errors.New("experts: the store is already sealed")
 	}

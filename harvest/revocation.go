@@ -328,7 +328,7 @@ func (s *slab) held(in ...handleState) []*Handle {
 // retries frees that failed.
 func (c *controller) step(now time.Duration, rs []result) {
 	for _, l := range c.draining {
-		if l.phase == draining && !l.told && l.handles > 0 {
+		if l.phase == draining && !l.told && len(l.slab.handles) > 0 {
 			l.told = true
 			c.emit(notify{l.slab.id, slices.Sorted(maps.Keys(l.slab.clients))})
 		}

@@ -396,11 +396,16 @@ func (c *Cache[K]) info(x *Copy[K], reason Reason) CopyInfo[K] {
 }
 
 // releasing is called when the release of a slab has begun: transfers into it end as soon as they
-// can.
+// can, unless they also fill copies elsewhere that stay.
 func (c *Cache[K]) releasing(slab uint64) {
 	c.mu.Lock()
 	for _, m := range c.moves {
-		if slices.ContainsFunc(m.copies, func(x *Copy[K]) bool { return x.Slab() == slab }) {
+		in := func(x *Copy[K]) bool { return x.Slab() == slab }
+		kept := func(x *Copy[K]) bool {
+			available, _ := x.handle.State()
+			return available && c.moving[x.key] == x
+		}
+		if slices.ContainsFunc(m.copies, in) && !slices.ContainsFunc(m.copies, kept) {
 			m.ticket.Abort()
 		}
 	}

@@ -357,6 +357,40 @@ func TestReleasing(t *testing.T) {
 	}
 }
 
+// TestReleasingOneOfTwo: a transfer that also fills copies in a slab that stays goes on.
+func TestReleasingOneOfTwo(t *testing.T) {
+	r := newRig(t, emulated.Options{}, harvest.Options{})
+	stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.To == device.HBM(1) }})
+	var objects []Object[string]
+	for i := range 8 {
+		objects = append(objects, Object[string]{Key: r.keys[i], Src: r.host.Region(int64(i)*objectBytes, objectBytes)})
+	}
+	started, err := r.cache.PutAll(objects, PutOptions[string]{Peers: []device.Space{device.HBM(1)}})
+	r.ok(err)
+	if len(started) != 1 || len(started[0].Keys) != 8 {
+		t.Fatalf("%d transfers", len(started))
+	}
+	taken, err := reclaimMore(r.harvest, device.HBM(1), objectBytes, time.Minute)
+	r.ok(err)
+	_, err = r.harvest.Tick(r.m.Now())
+	r.ok(err)
+	if len(r.released) != 1 || started[0].Ticket.Ended() {
+		t.Errorf("slabs %v are released; the transfer has ended: %t", r.released, started[0].Ticket.Ended())
+	}
+	stall.Release()
+	r.ok(taken.Wait(t.Context()))
+	r.ok(r.cache.Wait(t.Context()))
+	n := 0
+	for i := range 8 {
+		if r.has(i) {
+			n++
+		}
+	}
+	if n != 4 {
+		t.Errorf("%d copies are there, want the 4 of the slab that stays", n)
+	}
+}
+
 // move moves an object's copy to another peer.
 func (r *rig) move(i, gpu int) error {
 	return r.cache.Put(r.keys[i], r.host.Region(int64(i)*objectBytes, objectBytes), PutOptions[string]{Peers: []device.Space{device.HBM(gpu)}, Move: true})

@@ -425,7 +425,7 @@ func (e *Engine) finish(t *Ticket, err error) {
 	l := e.findLink(t.pair())
 	if err == nil {
 		if !t.signaled {
-			err = signal(t.done)
+			err = e.setDone(t, nil)
 		}
 		t.landed = e.o.Machine.Now()
 	}
@@ -445,18 +445,12 @@ func (e *Engine) finish(t *Ticket, err error) {
 		if !errors.Is(err, ErrCanceled) {
 			e.o.Log.Error("copy failed", "copy", t.name(), "err", err)
 		}
-		if before := e.signaling[t.done.Fence]; before != nil && before != t {
-			before.failNext = append(before.failNext, t)
-		} else {
-			t.failDone()
+		if err := e.setDone(t, t.err); err != nil {
+			t.err = errors.Join(t.err, fmt.Errorf("transfer: %s: cannot fail the Done fence: %w", t.name(), err))
 		}
 	}
 	if e.signaling[t.done.Fence] == t {
-		delete(e.signaling, t.done.Fence)
-		for _, next := range t.failNext {
-			next.failDone()
-		}
-		t.failNext = t.failNext[:0]
+		e.signalEnded(t)
 	}
 	if err := t.end.Fence.Signal(t.end.Value); err != nil {
 		t.err = errors.Join(t.err, err)
@@ -464,11 +458,51 @@ func (e *Engine) finish(t *Ticket, err error) {
 	e.releaseDoneFence(t.end)
 }
 
-// failDone fails Done by the error of the ticket.
-func (t *Ticket) failDone() {
-	if err := t.done.Fence.Fail(t.done.Value, t.err); err != nil {
-		t.err = errors.Join(t.err, fmt.Errorf("transfer: %s: cannot fail the Done fence: %w", t.name(), err))
+// deferred is what becomes of a Done point once the device has signaled another one of its fence.
+type deferred struct {
+	done device.Point
+	err  error
+}
+
+func (d deferred) set() error {
+	if d.err == nil {
+		return signal(d.done)
 	}
+	return d.done.Fence.Fail(d.done.Value, d.err)
+}
+
+// setDone signals or fails Done, once no device will signal another value of the fence.
+func (e *Engine) setDone(t *Ticket, err error) error {
+	d := deferred{t.done, err}
+	if before := e.pendingSignal(t.done.Fence); before != nil && before != t {
+		before.next = append(before.next, d)
+		return nil
+	}
+	return d.set()
+}
+
+// pendingSignal is the ticket whose Done a device will yet signal, with a value of this fence.
+func (e *Engine) pendingSignal(f device.Fence) *Ticket {
+	t := e.signaling[f]
+	if t == nil {
+		return nil
+	}
+	if over, _ := t.done.Ended(); !over {
+		return t
+	}
+	e.signalEnded(t)
+	return nil
+}
+
+// signalEnded sets what waited for the signal of a ticket's Done.
+func (e *Engine) signalEnded(t *Ticket) {
+	delete(e.signaling, t.done.Fence)
+	for _, d := range t.next {
+		if err := d.set(); err != nil {
+			e.o.Log.Error("a Done fence cannot be set", "err", err)
+		}
+	}
+	t.next = nil
 }
 
 // signal signals p. Where requests share a fence, one with a higher value may have ended

@@ -32,6 +32,8 @@ type link struct {
 	// relay is the relay that carries chunks over the link, or, of a hop, to which it belongs; nil: none.
 	relay *relay
 	hop   bool
+	// refused: the stream has refused a chunk, and was not recovered since.
+	refused bool
 	// recovery clears the error of the stream.
 	recovery device.Work
 
@@ -50,6 +52,8 @@ type slot struct {
 	via          dispatch.Via
 	event, start device.Event
 	onEnd        device.Work
+	// signals: the device signals Done behind the chunk.
+	signals bool
 }
 
 func newLink(e *Engine, pair device.Pair, d dispatch.Link) (l *link, err error) {
@@ -152,6 +156,7 @@ func (l *link) launch(i int, c dispatch.Chunk, via dispatch.Via) {
 	}
 	switch {
 	case err != nil:
+		c.Request.Owner.(*Ticket).inOrder, l.refused = false, true
 		e.core.Refused(l.number, i, err)
 	case passed:
 		l.landed(i)
@@ -162,6 +167,7 @@ func (l *link) launch(i int, c dispatch.Chunk, via dispatch.Via) {
 func (l *link) enqueue(i int) error {
 	s := &l.slots[i]
 	t := s.chunk.Request.Owner.(*Ticket)
+	s.signals = false
 	on := l.stream
 	if t.unit > 0 {
 		on = l.kernel.stream
@@ -179,8 +185,11 @@ func (l *link) enqueue(i int) error {
 		return err
 	}
 	t.relayed = t.relayed || s.via.Hop != dispatch.Direct
-	if !t.inOrder || t.relayed || !s.chunk.Last() {
+	if !t.inOrder || t.relayed || l.refused || !s.chunk.Last() {
 		return on.Record(s.event)
+	}
+	if l.engine.pendingSignal(t.done.Fence) != nil {
+		return on.Record(s.event) // the device's value would follow that of this one
 	}
 	if past, _ := t.done.Ended(); past {
 		return on.Record(s.event) // a later request with the fence has failed
@@ -189,7 +198,7 @@ func (l *link) enqueue(i int) error {
 	if err := on.SignalFence(t.done.Fence, t.done.Value); err != nil {
 		return err
 	}
-	t.signaled = true
+	t.signaled, s.signals = true, true
 	l.engine.signaling[t.done.Fence] = t
 	if s.start != nil {
 		return on.Record(s.event)
@@ -201,8 +210,8 @@ func (l *link) enqueue(i int) error {
 // signals it, is a word in memory, and an event a query of the driver.
 func (l *link) watch(i int) (landed bool, err error) {
 	s := &l.slots[i]
-	if t := s.chunk.Request.Owner.(*Ticket); t.signaled && s.start == nil {
-		return l.engine.watcher.Watch(t.done, s.onEnd)
+	if s.signals && s.start == nil {
+		return l.engine.watcher.Watch(s.chunk.Request.Owner.(*Ticket).done, s.onEnd)
 	}
 	return l.engine.watcher.WatchEvent(s.event, s.onEnd)
 }
@@ -274,6 +283,7 @@ func (l *link) chunkEnded(i int, err error) {
 	defer e.mu.Unlock()
 	e.tick()
 	if err != nil {
+		l.slots[i].chunk.Request.Owner.(*Ticket).inOrder = false
 		e.core.Failed(l.number, i, err)
 	} else {
 		l.landed(i)
@@ -297,6 +307,7 @@ func (l *link) recovered() {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.tick()
+	l.refused = false
 	e.core.Recovered(l.number, err)
 	_ = e.doActions() // nothing was submitted
 }

@@ -67,10 +67,11 @@ type Request struct {
 	// request that may end after one with a higher value, or that the failure of one with
 	// a higher value would fail.
 	Done device.Point
-	// DoneInOrder: nobody but the engine sets the fence of Done, and of the requests that have it each
-	// begins only when the one before has ended or its Done is reached. Then the device signals Done itself, behind the last chunk,
-	// where it can (device.Capabilities.CopyErrorsLoseDevice) and no relay takes part: what waits on a
-	// device goes on some 10 us earlier than if the host does.
+	// DoneInOrder: nobody but the engine sets the fence of Done, and of the requests that have it, with
+	// this flag or without, each begins only when the one before has ended or its Done is reached. Then
+	// the device signals Done itself, behind the last chunk, where it can
+	// (device.Capabilities.CopyErrorsLoseDevice) and no relay takes part: what waits on a device goes on
+	// some us earlier than if the host does.
 	DoneInOrder bool
 	// Label names the request in errors and traces. Default: none.
 	Label fmt.Stringer

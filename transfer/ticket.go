@@ -30,9 +30,9 @@ type Ticket struct {
 	// inOrder: see Request.DoneInOrder. relayed: relays have taken part. signaled: the device
 	// signals done.
 	inOrder, relayed, signaled bool
-	// failNext are later requests that have failed, whose Done is failed once the device has signaled
-	// that of this one.
-	failNext []*Ticket
+	// next are other requests of the fence that have ended, whose Done is set once the device has
+	// signaled that of this one.
+	next []deferred
 	// unit is the size of the blocks in which a kernel copies the pieces; 0: none does.
 	unit int64
 }
@@ -110,14 +110,13 @@ func (e *Engine) redirect(t *Ticket, r *Request) (bool, error) {
 	if err != nil {
 		return false, err
 	}
-	before, was := t.end, t.label
-	t.end, t.label = end, r.Label
 	e.tick()
 	if !e.core.Redirect(&t.req, r.pair().From, into) {
-		t.end, t.label = before, was
 		e.unusedEnd(end)
 		return false, nil
 	}
+	before := t.end
+	t.end, t.label = end, r.Label // before the core's actions
 	if err := before.Fence.Signal(before.Value); err != nil {
 		e.o.Log.Error("the end of a copy's old source cannot be signaled", "copy", t.name(), "err", err)
 	}
@@ -154,7 +153,8 @@ func (t *Ticket) Release() {
 // none of its chunks is in flight: from then on Src and Dst may be used for other
 // purposes. Done may be reached before, if a later request fails the fence that they
 // share. The fence belongs to the engine, and is valid until the engine is closed. After a
-// Redirect there is another one, and the one before says that Src of before is not read.
+// Redirect there is another one: the one before says that Src of before is not read, and nothing
+// about Dst.
 func (t *Ticket) End() device.Point {
 	t.engine.mu.Lock()
 	defer t.engine.mu.Unlock()
@@ -200,6 +200,8 @@ func (t *Ticket) Wait(ctx context.Context) error {
 		end := t.End()
 		err := t.engine.await(ctx, end)
 		if err != nil && !t.Ended() {
+			t.engine.mu.Lock()
+			defer t.engine.mu.Unlock()
 			return fmt.Errorf("transfer: wait for %s: %w", t.name(), err)
 		}
 		if err != nil || t.End() == end {

@@ -234,7 +234,9 @@ func (t *storeTransfer) Result() (arrived []bool, err error) {
 		arrived[i] = t.cache.Find(t.job.Blocks[i].Key) != nil
 	}
 	for _, ticket := range t.tickets {
-		err = errors.Join(err, ticket.Err())
+		if e := ticket.Err(); !errors.Is(e, transfer.ErrCanceled) { // its memory is needed
+			err = errors.Join(err, e)
+		}
 	}
 	return arrived, err
 }
