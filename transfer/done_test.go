@@ -50,18 +50,24 @@ func TestDoneOfRefusedRelay(t *testing.T) {
 				if err := ticket.Wait(t.Context()); err != nil {
 					t.Errorf("%s: %v", stream, err)
 				}
-				if err := consumer.Synchronize(t.Context()); err != nil {
-					t.Error(err)
-				}
-				r.equal(got, src)
-				r.equal(dst, src)
+				r.consumed(consumer, got, dst, src)
 				m.set(nil)
-				if _, err := r.engine.RemoveRelay(device.HBM(1)); err != nil {
-					t.Error(err)
-				}
 			}
 		}
 	})
+}
+
+// consumed waits for a stream that has copied dst to got, compares both with src, and removes the relay.
+func (r *rig) consumed(consumer device.Executor, got, dst, src device.Memory) {
+	r.Helper()
+	if err := consumer.Synchronize(r.Context()); err != nil {
+		r.Error(err)
+	}
+	r.equal(got, src)
+	r.equal(dst, src)
+	if _, err := r.engine.RemoveRelay(device.HBM(1)); err != nil {
+		r.Error(err)
+	}
 }
 
 // TestDoneBehindRefusedChunk: the own link refuses a chunk before the last one.
@@ -212,15 +218,8 @@ func TestDoneBehindRefusedRelay(t *testing.T) {
 		stall.Release()
 		r.wait(ticket)
 		r.wait(tb)
-		if err := consumer.Synchronize(t.Context()); err != nil {
-			t.Error(err)
-		}
-		r.equal(got, src)
-		r.equal(dst, src)
+		r.consumed(consumer, got, dst, src)
 		m.set(nil)
-		if _, err := r.engine.RemoveRelay(device.HBM(1)); err != nil {
-			t.Error(err)
-		}
 	})
 }
 

@@ -45,20 +45,24 @@ func patch(t *testing.T, url, body string) (int, map[string]any, string) {
 	return resp.StatusCode, values, string(data)
 }
 
+// sorts returns the completion of a prompt that is always the same.
+func (p *process) sorts(t *testing.T) string {
+	t.Helper()
+	body, err := io.ReadAll(p.post(t, "/v1/completions", `{"prompt": "sort: t h e m o e =", "temperature": 0}`).Body)
+	text, ok := textOf(body)
+	if err != nil || !ok {
+		t.Errorf("%v: %s", err, body)
+	}
+	return text
+}
+
 // TestSettingsChange: an operator changes settings on the admin address while clients are served; their
 // completions stay the same, changes take effect, and are logged.
 func TestSettingsChange(t *testing.T) {
 	t.Parallel()
 	p := startServe(t, "--emulate", "gpus=3,hbm=64MiB", "--offload-fraction", "0.5", "--harvest-cooldown", "0s", "--migration-limit", "0", "--admin-address", "127.0.0.1:0", "--runtime-dir", "none")
 	admin := regexp.MustCompile(`msg="admin address" address=(http://[^ \n]+)`).FindStringSubmatch(p.log.String())[1]
-	complete := func() string {
-		body, err := io.ReadAll(p.post(t, "/v1/completions", `{"prompt": "sort: t h e m o e =", "temperature": 0}`).Body)
-		text, ok := textOf(body)
-		if err != nil || !ok {
-			t.Errorf("%v: %s", err, body)
-		}
-		return text
-	}
+	complete := func() string { return p.sorts(t) }
 	want := complete()
 	status, values, text := patch(t, admin, "")
 	if delete(values, stateKey); status != http.StatusOK || !maps.Equal(values, map[string]any{"peers": "auto", "harvest-headroom": "5%", "migration-limit": "0", "offload-fraction": 0.5, "log-level": "info"}) {
@@ -143,14 +147,7 @@ func TestOffloadFractionChanges(t *testing.T) {
 	t.Parallel()
 	p := startServe(t, "--emulate", "hbm=64MiB", "--offload-fraction", "0.5", "--kv-experts-share", "auto", "--max-model-len", "128", "--migration-limit", "0", "--admin-address", "127.0.0.1:0", "--runtime-dir", "none")
 	admin := regexp.MustCompile(`msg="admin address" address=(http://[^ \n]+)`).FindStringSubmatch(p.log.String())[1]
-	complete := func() string {
-		body, err := io.ReadAll(p.post(t, "/v1/completions", `{"prompt": "sort: t h e m o e =", "temperature": 0}`).Body)
-		text, ok := textOf(body)
-		if err != nil || !ok {
-			t.Errorf("%v: %s", err, body)
-		}
-		return text
-	}
+	complete := func() string { return p.sorts(t) }
 	want := complete()
 	_, values, text := patch(t, admin, "")
 	s := offloadState(t, text)
