@@ -125,6 +125,7 @@ func TestManagerMachine(t *testing.T) {
 			tokens           []int32
 			filled, reserved int
 			most             int // of the last match
+			hasKeys          bool
 		}
 		var all []*sequence
 		var tables []*kvcache.Table
@@ -141,7 +142,7 @@ func TestManagerMachine(t *testing.T) {
 			}
 			s.Identify(nil)
 			s.most = len(s.tokens)
-			if rapid.SampledFrom([]bool{true, true, true, false}).Draw(t, "has keys") {
+			if s.hasKeys = rapid.SampledFrom([]bool{true, true, true, false}).Draw(t, "has keys"); s.hasKeys {
 				s.Identify(chain(s.salt, s.tokens, b))
 				s.SetTokens(s.tokens)
 			}
@@ -176,7 +177,23 @@ func TestManagerMachine(t *testing.T) {
 			}
 			s.reserved = max(s.reserved, n)
 		}
+		// matchable: what a sequence has just written can be matched, back to its last withdrawn block, which cannot.
+		matchable := func(s *sequence) {
+			found := m.Found()
+			for i := s.filled/b - 1; i >= 0 && s.hasKeys; i-- {
+				for x := range extents {
+					first, n := m.ExtentBlocks(x)
+					if id := s.Blocks()[i]; id >= first && id < first+int32(n) && m.Extent(x).Withdrawn {
+						return
+					}
+				}
+				if k := chain(s.salt, s.tokens, b)[i]; !found[k] {
+					t.Fatalf("block %d of %v is full, and not found", i, s.Blocks())
+				}
+			}
+		}
 		write := func(s *sequence) {
+			full := s.filled / b
 			for _, c := range m.Copies() {
 				copy(memory[int(c.Dst)*b:int(c.Dst+1)*b], memory[int(c.Src)*b:int(c.Src+1)*b])
 			}
@@ -185,7 +202,9 @@ func TestManagerMachine(t *testing.T) {
 				*at(s, p) = content(s, p)
 			}
 			s.filled = s.reserved
-			s.SetFilled(s.filled)
+			if s.SetFilled(s.filled); s.filled/b > full {
+				matchable(s)
+			}
 		}
 		type hold struct {
 			blocks  []int32
@@ -250,6 +269,7 @@ func TestManagerMachine(t *testing.T) {
 				s.SetFilled(n)
 				if s.filled = n; rapid.Bool().Draw(t, "with other values") && n == 0 {
 					s.salt += "'"
+					s.hasKeys = true
 					s.Identify(chain(s.salt, s.tokens, b))
 				}
 				s.reserved = s.filled

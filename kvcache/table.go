@@ -189,6 +189,9 @@ func (t *Table) SetFilled(tokens int) {
 		t.writable = tokens
 	}
 	first, end := t.filled/b, min(tokens/b, len(t.keys))
+	if first < end {
+		first = t.lost(first)
+	}
 	for i := first; i < end; i++ {
 		if !t.m.setKey(t.blocks[i], t.keys[i]) {
 			t.m.stored(t, first, i)
@@ -197,6 +200,17 @@ func (t *Table) SetFilled(tokens int) {
 	}
 	t.m.stored(t, first, max(first, end))
 	t.filled = tokens
+}
+
+// lost is the first of the blocks before one that have no key because another block had it, which has lost it since:
+// Match would find no block behind them. The result is first where there are none.
+func (t *Table) lost(first int) int {
+	for ; first > 0; first-- {
+		if _, ok := t.m.byKey[t.keys[first-1]]; ok || t.m.extents.withdrawn(t.m.extents.of(t.blocks[first-1])) {
+			break
+		}
+	}
+	return first
 }
 
 // Release releases all blocks. Those that no other sequence uses become free; with keep

@@ -14,6 +14,7 @@ type history struct {
 	first  uint64 // number of kept[0]
 	kept   [][]byte
 	bytes  int
+	events int64 // of all batches
 	closed bool
 }
 
@@ -23,10 +24,11 @@ func newHistory(most int) *history {
 	return h
 }
 
-// add keeps the next batch.
-func (h *history) add(payload []byte) {
+// add keeps the next batch, of so many events.
+func (h *history) add(payload []byte, events int) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	h.events += int64(events)
 	h.kept = append(h.kept, payload)
 	h.bytes += len(payload)
 	for len(h.kept) > h.most || h.bytes > maxKeptBytes && len(h.kept) > 1 {
@@ -36,6 +38,13 @@ func (h *history) add(payload []byte) {
 		h.first++
 	}
 	h.grown.Broadcast()
+}
+
+// added returns how many batches and events were added: also those that a reader has just got.
+func (h *history) added() (batches, events int64) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return int64(h.end()), h.events
 }
 
 // end is the number of the next batch. mu is held.

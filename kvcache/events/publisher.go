@@ -71,7 +71,7 @@ type Publisher struct {
 	// cleared: batches were dropped, or there was none.
 	cleared bool
 
-	batches, events, dropped, missed, subscribers, replays atomic.Int64
+	dropped, missed, subscribers, replays atomic.Int64
 }
 
 // Open opens the sockets of the configuration, which is valid and enabled.
@@ -318,9 +318,7 @@ func (p *Publisher) encode() {
 		taken, p.queue = p.queue, taken[:0]
 		p.mu.Unlock()
 		for i, b := range taken {
-			p.history.add(e.encode(b))
-			p.batches.Add(1)
-			p.events.Add(int64(len(b.events)))
+			p.history.add(e.encode(b), len(b.events))
 			taken[i] = batch{}
 		}
 	}
@@ -340,8 +338,9 @@ func (p *Publisher) Topic() string { return string(p.topic) }
 
 // Stats returns the counters.
 func (p *Publisher) Stats() Stats {
+	batches, events := p.history.added()
 	return Stats{
-		Batches: p.batches.Load(), Events: p.events.Load(), Dropped: p.dropped.Load(), Missed: p.missed.Load(),
+		Batches: batches, Events: events, Dropped: p.dropped.Load(), Missed: p.missed.Load(),
 		Subscribers: p.subscribers.Load(), Replays: p.replays.Load(),
 	}
 }
