@@ -1343,6 +1343,15 @@ func TestAbort(t *testing.T) {
 		if n := running.Landed(); n > 20 {
 			t.Errorf("%d bytes have landed", n)
 		}
+		stall = r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.To == device.HBM(0) }})
+		last := r.down(next, src, transfer.Demand)
+		last.Src, last.Dst = src.Region(0, 10), next.Region(0, 10) // one chunk
+		launched := r.submit(last)
+		if launched.Abort() {
+			t.Error("a copy was aborted of which all is launched")
+		}
+		stall.Release()
+		r.wait(launched)
 		after := r.submit(r.down(next, src, transfer.Demand))
 		r.wait(after)
 		if after.Abort() {

@@ -119,3 +119,38 @@ func TestTurnsAreFair(t *testing.T) {
 		})
 	})
 }
+
+// TestTurnsAfterRedirect: a request that comes to a link by Redirect has no claim to what others launched there before.
+func TestTurnsAfterRedirect(t *testing.T) {
+	const chunk, total = 10, 10_000
+	s := newShared(chunk)
+	other := s.core.AddLink(Link{From: 2, To: device.Host, ChunkBytes: chunk, Depth: 1})
+	first := s.submit(t, total)
+	moved := &Request{From: 2, To: device.Host, Class: 1, TakesTurns: true}
+	for i, r := range []*Request{{From: 2, To: device.Host, Class: 2}, moved} { // the first keeps the link busy
+		r.Add(Piece{Src: device.Range{Addr: 1 << 40, Bytes: total}, Dst: device.Range{Addr: 1<<51 + device.Addr(i*total), Bytes: total}})
+		if err := s.core.Submit(r, nil); err != nil {
+			t.Fatal(err)
+		}
+		s.act()
+	}
+	busy := s.flight[1]
+	if busy.Link != other || s.launched[moved] > 0 {
+		t.Fatalf("link %d is busy, and of the request to be moved %d bytes are launched", busy.Link, s.launched[moved])
+	}
+	s.flight = s.flight[:1]
+	for s.launched[first] < total/2 {
+		s.land()
+	}
+	before := s.launched[first]
+	if !s.core.Redirect(moved, 1, []Piece{{Src: device.Range{Addr: 1 << 41, Bytes: total}, Dst: device.Range{Addr: 1<<51 + total, Bytes: total}}}) {
+		t.Fatal("not redirected")
+	}
+	s.act()
+	for s.launched[moved] < total/4 {
+		s.land()
+	}
+	if n, want := s.launched[first]-before, s.launched[moved]; n < want-3*chunk {
+		t.Errorf("since a request of %d launched bytes came, the other one on the link has launched %d", want, n)
+	}
+}
