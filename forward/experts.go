@@ -34,8 +34,9 @@ func (m *Model) MLP(s device.Stream, layer int, r Span) error {
 }
 
 // SortByExpert sorts the (token, expert) pairs of tokens r by expert. It runs once per MoE
-// layer and span, after PostAttention of every micro-batch in the span. Spans run one after
-// another, each with its Experts and Combine.
+// layer and span, after PostAttention of every micro-batch in the span, unless the span is one
+// micro-batch's whose PostAttention has sorted. Spans run one after another, each with its Experts
+// and Combine.
 func (m *Model) SortByExpert(s device.Stream, layer int, r Span) error {
 	at := &m.ws.routing
 	m.ops.sort = kernels.SortByExpert{IDs: r.slice(at.ids, 1), Offsets: at.offsets, Order: r.slice(at.order, m.Config.TopK)}

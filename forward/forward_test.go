@@ -226,7 +226,7 @@ func (r *rig) step(group ...*HostBatch) []Batch {
 			b := &batches[i]
 			check(r.t, m.PreAttention(s, layer, b, r.attention))
 			check(r.t, r.attention.Compute(s, layer, b.Span, &b.Attention))
-			check(r.t, m.PostAttention(s, layer, b))
+			check(r.t, m.PostAttention(s, layer, b, len(batches) == 1))
 		}
 		if m.Config.Dense[layer] {
 			check(r.t, m.MLP(s, layer, Span{Rows: rows}))
@@ -235,7 +235,9 @@ func (r *rig) step(group ...*HostBatch) []Batch {
 		if r.routed != nil {
 			r.routed(layer, rows)
 		}
-		check(r.t, m.SortByExpert(s, layer, Span{Rows: rows}))
+		if len(batches) > 1 {
+			check(r.t, m.SortByExpert(s, layer, Span{Rows: rows}))
+		}
 		check(r.t, m.SharedExpert(s, layer, Span{Rows: rows}))
 		for _, list := range r.waves {
 			check(r.t, m.Experts(s, layer, Span{Rows: rows}, r.slots[layer], list, r.layout))

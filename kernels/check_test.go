@@ -59,7 +59,7 @@ func newValid() *valid {
 		Q: v.tensor(F32, 3, 4, 16), CacheK: v.append.CacheK, CacheV: v.append.CacheV, SeqStarts: v.tensor(I32, 3), ContextLens: v.tensor(I32, 2),
 		BlockTable: v.tensor(I32, 2, 4), Scale: 0.25, MaxContext: 60, MaxSeqTokens: 2, Out: v.tensor(F32, 3, 4, 16),
 	}
-	v.route = Route{Logits: v.tensor(F32, 3, 8), Method: SparseMixer, Jitter: 0.01, IDs: v.tensor(I32, 3, 2), Weights: v.tensor(F32, 3, 2), Counts: v.tensor(I64, 8)}
+	v.route = Route{Logits: v.tensor(F32, 3, 8), Method: SparseMixer, Jitter: 0.01, IDs: v.tensor(I32, 3, 2), Weights: v.tensor(F32, 3, 2), Counts: v.tensor(I64, 8), Offsets: v.tensor(I32, 9), Order: v.tensor(I32, 6)}
 	v.group = SortByExpert{v.route.IDs, v.tensor(I32, 9), v.tensor(I32, 6)}
 	v.up = ExpertUp{ExpertGEMM{v.tensor(F32, 3, 32), v.group.Offsets, v.group.Order, v.tensor(U64, 8), v.tensor(I32, 5), layout, v.tensor(F32, 6, 48)}}
 	v.down = ExpertDown{ExpertGEMM{v.up.Out, v.group.Offsets, v.group.Order, v.up.Slots, v.up.Experts, layout, v.tensor(F32, 6, 32)}}
@@ -228,6 +228,10 @@ func TestCheckErrors(t *testing.T) {
 		{func(v *valid) Op { v.route.IDs = gap(v.route.IDs); return &v.route }, "IDs is int32[3 2] strides [3 1], want it dense"},
 		{func(v *valid) Op { v.route.Weights = v.tensor(F32, 3, 1); return &v.route }, "Weights is float32[3 1], want 2 columns (IDs has 2)"},
 		{func(v *valid) Op { v.route.Counts = v.tensor(I64, 7); return &v.route }, "Counts is int64[7], want 8 elements (Logits has 8)"},
+		{func(v *valid) Op { v.route.Order = Tensor{}; return &v.route }, "Offsets is int32[9] and Order none, want both or none"},
+		{func(v *valid) Op { v.route.Offsets = v.tensor(I32, 8); return &v.route }, "route: Offsets is int32[8], want 9 elements (Logits has 8 columns)"},
+		{func(v *valid) Op { v.route.Order = v.tensor(I32, 5); return &v.route }, "route: Order is int32[5], want 6 elements (IDs is int32[3 2])"},
+		{func(v *valid) Op { v.route.Order = v.route.IDs.View(6); return &v.route }, "route: Order"},
 		{func(v *valid) Op { v.route.Method = 3; return &v.route }, "Method is 3"},
 		{func(v *valid) Op { v.route.Jitter = -1; return &v.route }, "Jitter is -1, want 0 or more"},
 		{func(v *valid) Op {
@@ -360,7 +364,7 @@ func TestDeclare(t *testing.T) {
 		{&v.ropeKV, (3 + 8) * (3*4*16 + 3*2*16), 2*4*3*4*16 + 4*3*2*16*4 + 16*2 + 16*4 + 3*16*4 + 2*3*4, 8, 1},
 		// Two sequences of 60 tokens, of whose rows the average sees 60.
 		{&v.attention, 4 * 3 * 4 * 16 * 60, 2*3*4*16*4 + 3*4 + 2*4 + 2*4*4 + 2*2*60*2*16*4, 4, 1},
-		{&v.route, 3 * 8 * 6, 3*8*4 + 2*3*2*4 + 2*8*8, 2, 3},
+		{&v.route, 3 * 8 * 6, 3*8*4 + 2*3*2*4 + 2*8*8 + 9*4 + 6*4, 2, 5},
 		{&v.group, 0, 6*4 + 9*4 + 6*4, 1, 2},
 		// 5 of 8 experts are listed: 4 of the 6 pairs are theirs.
 		{&v.up, 2 * 2 * 32 * 48 * 4, 9*4 + 6*4 + 8*8 + 5*4 + 5*2*32*48*2 + 4*(32+48)*4, 4, 0},

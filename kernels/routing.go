@@ -24,6 +24,14 @@ type Route struct {
 	IDs, Weights Tensor
 	// Counts, [E] I64 or none: adds the number of tokens routed to each expert.
 	Counts Tensor
+	// Offsets, [E+1] I32, and Order, [N*K] I32, or both none: sorts the pairs, as SortByExpert
+	// does.
+	Offsets, Order Tensor
+}
+
+// Sorting returns the sorting that o includes, if Order is set.
+func (o *Route) Sorting() SortByExpert {
+	return SortByExpert{IDs: o.IDs, Offsets: o.Offsets, Order: o.Order}
 }
 
 // Name implements Op.
@@ -57,6 +65,17 @@ func (o *Route) Check() error {
 	case o.Method == SparseMixer && !(o.Jitter >= 0):
 		c.failf("Jitter is %g, want 0 or more", o.Jitter)
 	}
+	if c.ok() && o.Offsets.None() != o.Order.None() {
+		c.failf("Offsets is %v and Order %v, want both or none", o.Offsets, o.Order)
+	}
+	if sorting := o.Sorting(); c.ok() && !o.Order.None() {
+		sorting.check(&c)
+		if o.Offsets.Shape[0] != e+1 {
+			c.failf("Offsets is %v, want %d elements (Logits has %d columns)", o.Offsets, e+1, e)
+		}
+		c.disjoint("Weights", &o.Weights, "Order", &o.Order)
+		c.disjoint("Weights", &o.Weights, "Offsets", &o.Offsets)
+	}
 	return c.err
 }
 
@@ -67,6 +86,10 @@ func (o *Route) Declare(d *Decl) {
 	d.write(&o.Weights)
 	if !o.Counts.None() {
 		d.update(&o.Counts)
+	}
+	if !o.Order.None() {
+		d.write(&o.Offsets)
+		d.write(&o.Order)
 	}
 	d.Flops += int64(o.Logits.Elements()) * int64(4+o.IDs.Shape[1])
 }
@@ -85,6 +108,12 @@ func (*SortByExpert) Name() string { return "group" }
 // Check implements Op.
 func (o *SortByExpert) Check() error {
 	c := checker{op: o.Name()}
+	o.check(&c)
+	return c.err
+}
+
+// check is Check within an operation that includes this one.
+func (o *SortByExpert) check(c *checker) {
 	c.tensor("IDs", &o.IDs, int32Only, 2)
 	c.dense("IDs", &o.IDs)
 	c.tensor("Offsets", &o.Offsets, int32Only, 1)
@@ -98,7 +127,6 @@ func (o *SortByExpert) Check() error {
 	c.disjoint("Order", &o.Order, "IDs", &o.IDs)
 	c.disjoint("Offsets", &o.Offsets, "IDs", &o.IDs)
 	c.disjoint("Order", &o.Order, "Offsets", &o.Offsets)
-	return c.err
 }
 
 // Declare implements Op.

@@ -194,7 +194,7 @@ func (r *stages) run(ids []int32, long bool, chosen []choice) ([]float32, []choi
 	for layer, dense := range r.config.Dense {
 		r.ok(m.PreAttention(s, layer, &b, attention))
 		r.ok(attention.Compute(s, layer, b.Span, &b.Attention))
-		r.ok(m.PostAttention(s, layer, &b))
+		r.ok(m.PostAttention(s, layer, &b, chosen == nil))
 		if dense {
 			r.ok(m.MLP(s, layer, forward.Span{Rows: rows}))
 			continue
@@ -205,7 +205,9 @@ func (r *stages) run(ids []int32, long bool, chosen []choice) ([]float32, []choi
 			r.ok(r.upload(w.Range(), chosen[layer].weights))
 		}
 		routes[layer] = choice{r.download(i), r.download(w)}
-		r.ok(m.SortByExpert(s, layer, forward.Span{Rows: rows}))
+		if chosen != nil {
+			r.ok(m.SortByExpert(s, layer, forward.Span{Rows: rows}))
+		}
 		r.ok(m.SharedExpert(s, layer, forward.Span{Rows: rows}))
 		r.ok(m.Experts(s, layer, forward.Span{Rows: rows}, r.slots[layer], r.all, r.layout))
 		r.ok(m.Combine(s, layer, forward.Span{Rows: rows}))

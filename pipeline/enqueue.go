@@ -31,10 +31,12 @@ func (x *executor) computeAttention(layer int, b *forward.Batch) error {
 
 // runRouted runs all routed experts of a layer for a span of tokens: in waves, or, with
 // singleLaunch, where all fetches are expected to have completed, in one launch, which leaves
-// fewer multiprocessors idle at its end.
-func (x *executor) runRouted(layer int, r forward.Span, use *experts.Use, singleLaunch bool, m *meter) error {
-	if err := x.model.SortByExpert(x.stream, layer, r); err != nil {
-		return err
+// fewer multiprocessors idle at its end. sorted: the router has sorted the tokens' pairs.
+func (x *executor) runRouted(layer int, r forward.Span, use *experts.Use, singleLaunch, sorted bool, m *meter) error {
+	if !sorted {
+		if err := x.model.SortByExpert(x.stream, layer, r); err != nil {
+			return err
+		}
 	}
 	if !singleLaunch || len(use.Waves) < 2 {
 		if err := x.runWaves(layer, r, use.Slots, use.Waves, m); err != nil {
@@ -56,10 +58,12 @@ func (x *executor) runRouted(layer int, r forward.Span, use *experts.Use, single
 }
 
 // runResident groups the tokens of a span by expert and runs the resident experts of a layer,
-// of which only routed experts are fetched.
-func (x *executor) runResident(layer int, r forward.Span, open *experts.Unrouted, m *meter) error {
-	if err := x.model.SortByExpert(x.stream, layer, r); err != nil {
-		return err
+// of which only routed experts are fetched. sorted: the router has sorted their pairs.
+func (x *executor) runResident(layer int, r forward.Span, open *experts.Unrouted, sorted bool, m *meter) error {
+	if !sorted {
+		if err := x.model.SortByExpert(x.stream, layer, r); err != nil {
+			return err
+		}
 	}
 	return x.runWaves(layer, r, open.Slots, open.Waves, m)
 }
@@ -162,6 +166,11 @@ func (q *enqueuer) enqueue(ctx context.Context, a Action, f *stepState) (err err
 	b := &q.batches.all[a.MicroBatch]
 	owner := &q.executors[b.group]
 	x, tokens := &q.executors[a.Group], q.batches.groups[a.Group].span()
+	// Where a group is one micro-batch, the router sorts.
+	sorted := f.shape.microBatchesOf(a.Group) == 1
+	if a.Kind.perMicroBatch() {
+		sorted = f.shape.microBatchesOf(b.group) == 1
+	}
 	switch a.Kind {
 	case Upload:
 		return q.metadata.upload(owner.stream, b)
@@ -184,7 +193,7 @@ func (q *enqueuer) enqueue(ctx context.Context, a Action, f *stepState) (err err
 	case AwaitAttention:
 		return q.attention.await(owner.stream, b, f.meter)
 	case Route:
-		return owner.model.PostAttention(owner.stream, a.Layer, &b.batch)
+		return owner.model.PostAttention(owner.stream, a.Layer, &b.batch, sorted)
 	case RouterToHost:
 		if q.cpu != nil {
 			if err := q.cpu.copyInput(x, tokens); err != nil {
@@ -200,9 +209,9 @@ func (q *enqueuer) enqueue(ctx context.Context, a Action, f *stepState) (err err
 	case SharedExpert:
 		return x.model.SharedExpert(x.stream, a.Layer, tokens)
 	case RoutedExperts:
-		return x.runRouted(a.Layer, tokens, &f.use, f.singleLaunch, f.meter)
+		return x.runRouted(a.Layer, tokens, &f.use, f.singleLaunch, sorted, f.meter)
 	case RunResident:
-		return x.runResident(a.Layer, tokens, &f.unrouted, f.meter)
+		return x.runResident(a.Layer, tokens, &f.unrouted, sorted, f.meter)
 	case FetchChosen:
 		ids := q.routing.ids
 		if !f.shape.CPUExperts { // ComputeOnCPU has not waited for them
@@ -245,7 +254,7 @@ func (q *enqueuer) enqueue(ctx context.Context, a Action, f *stepState) (err err
 			return owner.model.MLP(owner.stream, a.Layer, b.batch.Span)
 		}
 		if err = owner.model.SharedExpert(owner.stream, a.Layer, b.batch.Span); err == nil {
-			err = owner.runRouted(a.Layer, b.batch.Span, &f.use, f.singleLaunch, f.meter)
+			err = owner.runRouted(a.Layer, b.batch.Span, &f.use, f.singleLaunch, sorted, f.meter)
 		}
 	case Head:
 		return owner.model.Head(owner.stream, &b.batch)

@@ -449,7 +449,7 @@ func TestFaultsSameResults(t *testing.T) {
 		{Kind: emulated.FailCopy, Match: fetch, Skip: 3, Times: 2},
 		{Kind: emulated.FailCopy, Match: fetch, Times: -1, Chance: 0.1},
 		{Kind: emulated.FailCopy, Match: own, Skip: 5, Times: 3},
-		{Kind: emulated.FailCopy, Match: own, Times: -1, Chance: 0.05},
+		{Kind: emulated.FailCopy, Match: own, Times: -1, Chance: 0.1},
 		{Kind: emulated.StallCopy, Match: fetch, Times: -1, Chance: 0.2, For: time.Millisecond},
 		{Kind: emulated.FailCopy, Match: hostCopies, Skip: 7, Times: 3},
 		{Kind: emulated.FailCopy, Match: hostCopies, Times: -1, Chance: 0.1},

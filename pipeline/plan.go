@@ -157,6 +157,11 @@ func (s Shape) firstMicroBatch(group int) int {
 	return (group*s.MicroBatches + s.groups() - 1) / s.groups()
 }
 
+// microBatchesOf returns the number of micro-batches of a group.
+func (s Shape) microBatchesOf(group int) int {
+	return s.firstMicroBatch(group+1) - s.firstMicroBatch(group)
+}
+
 // groupOf returns the group of a micro-batch.
 func (s Shape) groupOf(mb int) int {
 	g := 0

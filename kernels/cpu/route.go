@@ -7,7 +7,7 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 )
 
-func (b *Backend) route(o *kernels.Route, _ device.Access) error {
+func (b *Backend) route(o *kernels.Route, access device.Access) error {
 	k := o.IDs.Shape[1]
 	ids, weights := vector[int32](&o.IDs), vector[float32](&o.Weights)
 	b.rows(o.Logits.Shape[0], 10*o.Logits.Shape[1], func(from, to int) {
@@ -37,6 +37,10 @@ func (b *Backend) route(o *kernels.Route, _ device.Access) error {
 		for _, e := range ids {
 			counts[e]++
 		}
+	}
+	if !o.Order.None() {
+		sorting := o.Sorting()
+		return b.group(&sorting, access)
 	}
 	return nil
 }

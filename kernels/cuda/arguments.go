@@ -368,6 +368,13 @@ type routeArgs struct {
 	limit   float32 // 60
 }
 
+// routeSortArgs has the layout of route_sort_args in src/route.cu: 80 bytes, fields at these.
+type routeSortArgs struct {
+	route   routeArgs // 0
+	offsets uint64    // 64
+	order   uint64    // 72
+}
+
 // sortArgs has the layout of sort_args in src/route.cu: 40 bytes, fields at these.
 type sortArgs struct {
 	ids     uint64 // 0

@@ -25,6 +25,7 @@ var argumentTypes = map[string]reflect.Type{
 	"gemm_args":           reflect.TypeFor[gemmArgs](),
 	"prompt_args":         reflect.TypeFor[promptArgs](),
 	"route_args":          reflect.TypeFor[routeArgs](),
+	"route_sort_args":     reflect.TypeFor[routeSortArgs](),
 	"sort_args":           reflect.TypeFor[sortArgs](),
 	"sample_args":         reflect.TypeFor[sampleArgs](),
 	"log_probs_args":      reflect.TypeFor[logProbsArgs](),

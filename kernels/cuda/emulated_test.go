@@ -74,7 +74,7 @@ func awaited(op kernels.Op, early bool) (all []device.Range) {
 	case *kernels.Attention:
 		add(&o.Q, &o.CacheK, &o.CacheV, &o.Out)
 	case *kernels.Route:
-		add(&o.Logits, &o.IDs, &o.Weights, &o.Counts)
+		add(&o.Logits, &o.IDs, &o.Weights, &o.Counts, &o.Offsets, &o.Order)
 	case *kernels.SortByExpert:
 		add(&o.IDs, &o.Offsets, &o.Order)
 	case *kernels.ExpertUp:

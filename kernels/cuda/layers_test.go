@@ -113,8 +113,7 @@ func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 			&kernels.MatMul{X: attended, W: x.act(c.hidden, q), Out: out},
 			&kernels.Norm{X: out, Residual: d.hidden, Weight: gamma, Eps: 1e-5, Out: norm},
 			&kernels.MatMul{X: norm, W: x.act(c.experts, c.hidden), Out: logits},
-			&kernels.Route{Logits: logits, Method: c.method, IDs: ids, Weights: weights},
-			&kernels.SortByExpert{IDs: ids, Offsets: offsets, Order: order})
+			&kernels.Route{Logits: logits, Method: c.method, IDs: ids, Weights: weights, Offsets: offsets, Order: order})
 		if sharedWidth > 0 {
 			narrow := both.Narrow(1, 0, sharedWidth)
 			add(&kernels.MatMul{X: norm, W: x.act(2*sharedWidth, c.hidden), Out: both},

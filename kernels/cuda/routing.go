@@ -13,16 +13,52 @@ const (
 	maxExperts = defaultShared / 4 / routeRows
 )
 
+// Up to routeSortRows tokens with routeSortPairs pairs, one per thread, are routed and sorted by
+// one block.
+const (
+	routeSortRows  = 64
+	routeSortPairs = 1024
+	maxWarps       = 32
+)
+
 func (l *streamState) route(o *kernels.Route) error {
 	rows, experts := o.Logits.Shape[0], o.Logits.Shape[1]
 	if experts > maxExperts {
 		return fmt.Errorf("cuda: %s: Logits is %v, want at most %d experts", o.Name(), o.Logits, maxExperts)
 	}
-	return launch(l, o.Name(), routeKernel, grid{x: ceil(rows, routeRows), threads: 32 * routeRows, shared: routeRows * experts * 4}, &routeArgs{
+	a := routeArgs{
 		logits: address(&o.Logits), ids: address(&o.IDs), weights: address(&o.Weights), counts: address(&o.Counts),
 		stride: int64(o.Logits.Stride[0]), rows: int64(rows),
 		experts: int32(experts), k: int32(o.IDs.Shape[1]), method: int32(o.Method), limit: 2 * o.Jitter,
-	})
+	}
+	sorts := !o.Order.None()
+	if warps, shared := routeSortBlock(rows, experts, o.IDs.Shape[1]); sorts && warps > 0 {
+		return launch(l, o.Name(), routeSort, grid{x: 1, threads: 32 * warps, shared: shared}, &routeSortArgs{
+			route: a, offsets: address(&o.Offsets), order: address(&o.Order),
+		})
+	}
+	err := launch(l, o.Name(), routeKernel, grid{x: ceil(rows, routeRows), threads: 32 * routeRows, shared: routeRows * experts * 4}, &a)
+	if err != nil || !sorts {
+		return err
+	}
+	sorting := o.Sorting()
+	return l.group(&sorting)
+}
+
+// routeSortBlock returns the warps and the bytes of shared memory of the block that routes and
+// sorts, see route.cu; 0 warps: one block cannot.
+func routeSortBlock(rows, experts, k int) (warps, shared int) {
+	pairs := rows * k
+	if rows == 0 || rows > routeSortRows || pairs > routeSortPairs {
+		return 0, 0
+	}
+	parts := ceil(pairs, 32)
+	warps = min(max(rows, parts), maxWarps)
+	shared = 4 * (warps*experts + pairs + parts*experts + experts)
+	if shared > defaultShared {
+		return 0, 0
+	}
+	return warps, shared
 }
 
 // Up to groupFewPairs pairs are sorted with one warp per expert.

@@ -70,6 +70,7 @@ const (
 	ropeAppendKV
 	normRopeAppendKV
 	routeKernel
+	routeSort
 	groupKernel
 	groupFew
 	sampleKernel
@@ -123,6 +124,7 @@ var table = func() []kernel {
 		{"elementwise.cu", "rope_append_kv", 0},
 		{"elementwise.cu", "norm_rope_append_kv", 0},
 		{"route.cu", "route", defaultShared},
+		{"route.cu", "route_sort", defaultShared},
 		{"route.cu", "group", 0},
 		{"route.cu", "group_few", 0},
 		{"sample.cu", "sample", 0},

@@ -98,14 +98,29 @@ func testRoute(r *rig) {
 				wantCounts = counts.row()
 			}
 			op := kernels.Route{Logits: logits.Tensor, Method: s.method, Jitter: jitter, IDs: ids.Tensor, Weights: weights.Tensor, Counts: countsArg}
+			var offsets, order tensor
+			sorts := i%4 == 1 || i%4 == 2
+			if sorts {
+				offsets, order = r.dense("Offsets", kernels.I32, s.experts+1), r.dense("Order", kernels.I32, s.n*s.k)
+				offsets.writes()
+				order.writes()
+				op.Offsets, op.Order = offsets.Tensor, order.Tensor
+			}
 			r.do(&op)
+			selected := make([][]int, s.n)
 			for n := range s.n {
 				wantIDs, wantWeights := routeWant(s.method, jitter, logits.row(n), s.k)
 				r.exact(ids, wantIDs, n)
 				r.near(weights, wantWeights, n)
 				for _, id := range wantIDs {
 					wantCounts[int(id)]++
+					selected[n] = append(selected[n], int(id))
 				}
+			}
+			if sorts {
+				wantOffsets, wantOrder := sorted(selected, s.experts)
+				r.exact(offsets, asFloats(wantOffsets))
+				r.exact(order, asFloats(wantOrder))
 			}
 			if !countsArg.None() {
 				r.exact(counts, wantCounts)

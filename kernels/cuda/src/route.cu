@@ -17,46 +17,39 @@ DEVICE u32 score_key(float s) {
   return b >> 31 ? ~b : b | 0x80000000u;
 }
 
-// One warp per row.
-KERNEL(128, 1) route(const route_args a) {
-  begin();
-  DYNAMIC_SHARED(memory);
+// The score of a key. Of zeros it is +0, which has the same effect as -0.
+DEVICE float key_score(u32 key) { return __uint_as_float(key >> 31 ? key & 0x7fffffff : ~key); }
+
+// Routes a row, with one warp. keys has a word of shared memory for each expert; selected, unless
+// it is 0, gets the ids, too.
+DEVICE void route_row(const route_args &a, i64 row, u32 *keys, int *selected) {
   int lane = threadIdx.x % 32;
-  i64 row = (i64)blockIdx.x * 4 + threadIdx.x / 32;
-  if (row >= a.rows) return;  // whole warps exit; no block barrier follows
-  u32 *keys = (u32 *)memory + threadIdx.x / 32 * a.experts;
   const float *scores = (const float *)a.logits + row * a.stride;
   int *ids = (int *)a.ids + row * a.k;
   float *weights = (float *)a.weights + row * a.k;
   for (int e = lane; e < a.experts; e += 32) keys[e] = score_key(scores[e]);
-  __syncwarp();
+  __syncwarp();  // other lanes zero them below
 
   float largest = 0, sum = 1, chosen = 0;
   for (int i = 0; i < a.k; i++) {
-    u64 best = 0;  // the largest key, then the lowest expert
-    for (int e = lane; e < a.experts; e += 32) {
-      u64 c = (u64)keys[e] << 32 | (0xffffffffu - e);
-      best = c > best ? c : best;
-    }
-#pragma unroll
-    for (int j = 16; j > 0; j >>= 1) {
-      u64 c = __shfl_xor_sync(all_lanes, best, j);
-      best = c > best ? c : best;
-    }
-    int id = (int)(0xffffffffu - (u32)best);
-    float m = scores[id], weight;
+    u32 mine = 0, at = 0xffffffffu;  // this lane's largest key, and the lowest expert that has it
+    for (int e = lane; e < a.experts; e += 32)
+      if (keys[e] > mine) mine = keys[e], at = e;
+    u32 best = __reduce_max_sync(all_lanes, mine);
+    int id = (int)__reduce_min_sync(all_lanes, mine == best ? at : 0xffffffffu);
+    float m = key_score(best), weight;
     if (a.method == sparse_method) {
       // Softmax over the experts not selected before that are within the limit of m.
       float part = 0;
       for (int e = lane; e < a.experts; e += 32) {
-        float s = scores[e];
+        float s = key_score(keys[e]);
         if (keys[e] != 0 && !((m - s) / fmaxf(fabsf(s), m) > a.limit)) part += expf(s - m);
       }
       weight = 1.f / warp_sum(part);
     } else {
       if (i == 0) {
         float part = 0;
-        for (int e = lane; e < a.experts; e += 32) part += expf(scores[e] - m);
+        for (int e = lane; e < a.experts; e += 32) part += expf(key_score(keys[e]) - m);
         largest = m;
         sum = warp_sum(part);
       }
@@ -67,6 +60,7 @@ KERNEL(128, 1) route(const route_args a) {
     if (lane == 0) {
       keys[id] = 0;
       ids[i] = id;
+      if (selected) selected[i] = id;
       weights[i] = weight;
       if (a.counts) atomicAdd((u64 *)a.counts + id, 1ull);
     }
@@ -74,6 +68,70 @@ KERNEL(128, 1) route(const route_args a) {
   }
   if (a.method == renorm_method && lane == 0)
     for (int i = 0; i < a.k; i++) weights[i] /= chosen;
+}
+
+// One warp per row.
+KERNEL(128, 1) route(const route_args a) {
+  begin();
+  DYNAMIC_SHARED(memory);
+  i64 row = (i64)blockIdx.x * 4 + threadIdx.x / 32;
+  if (row < a.rows) route_row(a, row, (u32 *)memory + threadIdx.x / 32 * a.experts, 0);
+}
+
+struct route_sort_args {
+  route_args route;
+  u64 offsets, order;
+};
+
+// Routes few rows and sorts their pairs, in one block: warp w has rows w, w + warps, …, then the
+// 32 pairs from 32 w on. Shared memory: a key of each warp and expert, the ids of all pairs, and
+// for each 32 pairs the number of each expert's, then of those before.
+KERNEL(1024, 1) route_sort(const route_sort_args a) {
+  begin();
+  DYNAMIC_SHARED(memory);
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, experts = a.route.experts;
+  int pairs = (int)a.route.rows * a.route.k, parts = (pairs + 31) / 32;
+  u32 *keys = (u32 *)memory;
+  int *ids = (int *)(keys + warps * experts), *counts = ids + pairs, *firsts = counts + parts * experts;
+  for (int i = threadIdx.x; i < parts * experts; i += blockDim.x) counts[i] = 0;
+  for (int row = warp; row < a.route.rows; row += warps) route_row(a.route, row, keys + warp * experts, ids + row * a.route.k);
+  __syncthreads();
+
+  int pair = threadIdx.x, id = pair < pairs ? ids[pair] : -1;
+  u32 same = 0;  // lanes with the same expert
+  if (warp < parts) {
+#pragma unroll
+    for (int i = 0; i < 32; i++) same |= (u32)(__shfl_sync(all_lanes, id, i) == id) << i;
+  }
+  int before = __popc(same & ((1u << lane) - 1));
+  if (id >= 0 && before == 0) counts[warp * experts + id] = __popc(same);
+  __syncthreads();
+  for (int e = threadIdx.x; e < experts; e += blockDim.x) {
+    int sum = 0;
+    for (int i = 0; i < parts; i++) {
+      int n = counts[i * experts + e];
+      counts[i * experts + e] = sum;
+      sum += n;
+    }
+    firsts[e] = sum;
+  }
+  __syncthreads();
+  if (warp == 0) {
+    int sum = 0;
+    for (int from = 0; from < experts; from += 32) {
+      int e = from + lane, n = e < experts ? firsts[e] : 0, up_to = n;
+#pragma unroll
+      for (int j = 1; j < 32; j <<= 1) {
+        int v = __shfl_up_sync(all_lanes, up_to, j);
+        if (lane >= j) up_to += v;
+      }
+      if (e < experts) firsts[e] = ((int *)a.offsets)[e] = sum + up_to - n;
+      sum += __shfl_sync(all_lanes, up_to, 31);
+    }
+    if (lane == 0) ((int *)a.offsets)[experts] = sum;
+  }
+  __syncthreads();
+  if (id >= 0) ((int *)a.order)[firsts[id] + counts[warp * experts + id] + before] = pair;
 }
 
 struct sort_args {

@@ -307,6 +307,10 @@
   FIELD(route_args, k) \
   FIELD(route_args, method) \
   FIELD(route_args, limit) \
+  STRUCT(route_sort_args) \
+  FIELD(route_sort_args, route) \
+  FIELD(route_sort_args, offsets) \
+  FIELD(route_sort_args, order) \
   STRUCT(sort_args) \
   FIELD(sort_args, ids) \
   FIELD(sort_args, offsets) \

@@ -92,6 +92,16 @@ static inline T __shfl_up_sync(u32, T v, int by) {
   return from_lane(v, lane < by ? lane : lane - by);
 }
 
+static inline u32 __reduce_max_sync(u32, u32 v) {
+  simt::message m = {};
+  m.words[0] = v;
+  const simt::message *all = simt::meet_warp(m);
+  for (int i = 0; i < 32; i++) v = all[i].words[0] > v ? all[i].words[0] : v;
+  return v;
+}
+
+static inline u32 __reduce_min_sync(u32, u32 v) { return ~__reduce_max_sync(0, ~v); }
+
 static inline u32 __ballot_sync(u32, bool v) {
   simt::message m = {};
   m.words[0] = v;

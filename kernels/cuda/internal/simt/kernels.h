@@ -40,7 +40,7 @@ extern const simt_kernel TABLE[] = {
     ENTRY(clamp, clamp_args),           ENTRY(silu_mul, silu_mul_args),    ENTRY(gather, gather_args),
     ENTRY(combine, combine_args),       ENTRY(add_bias, add_bias_args),    ENTRY(rope, rope_args),
     ENTRY(rope_append_kv, rope_append_kv_args), ENTRY(norm_rope_append_kv, rope_append_kv_args),
-    ENTRY(append_kv, append_kv_args),   ENTRY(route, route_args),          ENTRY(group, sort_args),
+    ENTRY(append_kv, append_kv_args),   ENTRY(route, route_args), ENTRY(route_sort, route_sort_args),        ENTRY(group, sort_args),
     ENTRY(sample, sample_args),         ENTRY(sample_merge, sample_args),  ENTRY(attention_join, attention_args),
     ENTRY(sample_cut, sample_args),     ENTRY(log_probs, log_probs_args),  ENTRY(adjust, adjust_args),
     ENTRY(restore, adjust_args),        ENTRY(few_columns_8, few_args),    ENTRY(few_columns_16, few_args),
