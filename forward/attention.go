@@ -174,8 +174,8 @@ func (m *Model) project(s device.Stream, layer int, b *Batch, skipHeadNorms bool
 func (m *Model) Buffers(b *Batch) AttentionBuffers { return m.ws.attention.Rows(b.Span) }
 
 // PostAttention applies the output projection to b's attention output, adds the result to the
-// residual and norms the sum. In an MoE layer it also runs the router, and with sorts does what
-// SortByExpert does for b's tokens.
+// residual and norms the sum. In an MoE layer it also runs the router, and the gate of the shared
+// expert, and with sorts does what SortByExpert does for b's tokens.
 func (m *Model) PostAttention(s device.Stream, layer int, b *Batch, sorts bool) error {
 	c, w := m.Config, &m.Weights.Layers[layer]
 	x, h := b.slice(m.ws.x, 1), b.slice(m.ws.h, 1)
@@ -194,7 +194,7 @@ func (m *Model) PostAttention(s device.Stream, layer int, b *Batch, sorts bool) 
 		return err
 	}
 	m.ops.route = kernels.Route{
-		Logits: scores, Method: c.Route, Jitter: c.Jitter,
+		Logits: scores.Narrow(1, 0, c.Experts), Method: c.Route, Jitter: c.Jitter,
 		IDs: b.slice(at.ids, 1), Weights: b.slice(at.weights, 1),
 		Counts: kernels.New(m.ws.counts.Slice(layer, layer+1).Addr, kernels.I64, c.Experts),
 	}

@@ -54,14 +54,18 @@ func (m *Model) PredictNext(s device.Stream, layer, rows int) error {
 	if c.Dense[layer] {
 		return fmt.Errorf("forward: predict routing of layer %d, which has no router", layer)
 	}
-	h, scores := m.ws.experts.down.Slice(0, rows), m.ws.routing.scores.Slice(0, rows)
+	h, scores := m.ws.experts.down.Slice(0, rows), m.ws.routing.predictedScores.Slice(0, rows)
 	err := m.norm(s, layer, kernels.Norm{
 		Kind: c.Norm, X: m.ws.residual.Slice(0, rows), Weight: w.PostNorm, Bias: w.PostNormBias, Eps: c.NormEps, Out: h,
 	})
 	if err != nil {
 		return err
 	}
-	if err := m.matmul(s, layer, kernels.MatMul{X: h, W: w.Router, Bias: w.RouterBias, Out: scores}); err != nil {
+	bias := w.RouterBias
+	if !bias.None() {
+		bias = bias.Slice(0, c.Experts)
+	}
+	if err := m.matmul(s, layer, kernels.MatMul{X: h, W: w.Router.Slice(0, c.Experts), Bias: bias, Out: scores}); err != nil {
 		return err
 	}
 	m.ops.route = kernels.Route{
@@ -77,10 +81,7 @@ func (m *Model) SharedExpert(s device.Stream, layer int, r Span) error {
 		return nil
 	}
 	w, h := &m.Weights.Layers[layer], r.slice(m.ws.h, 1)
-	if err := m.gatedMLP(s, layer, w.SharedGateUp, w.SharedDown, h, r.slice(m.ws.mlp.shared, 1)); err != nil {
-		return err
-	}
-	return m.matmul(s, layer, kernels.MatMul{X: h, W: w.SharedGate, Out: r.slice(m.ws.mlp.sharedGate, 1)})
+	return m.gatedMLP(s, layer, w.SharedGateUp, w.SharedDown, h, r.slice(m.ws.mlp.shared, 1))
 }
 
 // Experts runs one wave of the layer's routed experts on tokens r: the experts in list ([n]
@@ -111,7 +112,7 @@ func (m *Model) Combine(s device.Stream, layer int, r Span) error {
 	outputs, weights := r.slice(m.ws.experts.down, c.TopK), r.slice(m.ws.routing.weights, 1)
 	var shared, gate kernels.Tensor
 	if c.SharedWidth > 0 {
-		shared, gate = r.slice(m.ws.mlp.shared, 1), r.slice(m.ws.mlp.sharedGate, 1)
+		shared, gate = r.slice(m.ws.mlp.shared, 1), r.slice(m.ws.routing.scores, 1).Narrow(1, c.Experts, c.Experts+1)
 	}
 	if layer == c.Layers-1 {
 		// After the last layer, Head norms only the rows whose logits are needed.
@@ -130,13 +131,9 @@ func (m *Model) Combine(s device.Stream, layer int, r Span) error {
 func (m *Model) gatedMLP(s device.Stream, layer int, gateUp, down, h, out kernels.Tensor) error {
 	wide := gateUp.Shape[0] / 2
 	both := kernels.New(m.ws.mlp.gateUp.Addr, m.ws.mlp.gateUp.DType, h.Shape[0], 2*wide)
-	if err := m.matmul(s, layer, kernels.MatMul{X: h, W: gateUp, Out: both}); err != nil {
+	m.ops.gated = kernels.GatedMatMul{X: h, W: gateUp, Out: both}
+	if err := m.enqueueLayer(s, layer, &m.ops.gated); err != nil {
 		return err
 	}
-	gate := both.Narrow(1, 0, wide)
-	m.ops.silu = kernels.SiluMul{Gate: gate, Up: both.Narrow(1, wide, 2*wide), Out: gate}
-	if err := m.enqueueLayer(s, layer, &m.ops.silu); err != nil {
-		return err
-	}
-	return m.matmul(s, layer, kernels.MatMul{X: gate, W: down, Out: out})
+	return m.matmul(s, layer, kernels.MatMul{X: both.Narrow(1, 0, wide), W: down, Out: out})
 }

@@ -40,7 +40,7 @@ type arguments struct {
 	down     kernels.ExpertDown
 	combine  kernels.Combine
 	combined kernels.CombineNorm
-	silu     kernels.SiluMul
+	gated    kernels.GatedMatMul
 	gather   kernels.Gather
 	mask     kernels.Mask
 	sample   kernels.Sample

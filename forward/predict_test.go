@@ -104,7 +104,7 @@ func direct(r *rig, layer, rows int) []byte {
 	ids, weights := out(kernels.I32, rows, c.TopK), out(kernels.F32, rows, c.TopK)
 	for _, op := range []kernels.Op{
 		&kernels.Norm{Kind: c.Norm, X: r.model.ws.residual.Slice(0, rows), Weight: w.PostNorm, Bias: w.PostNormBias, Eps: c.NormEps, Out: h},
-		&kernels.MatMul{X: h, W: w.Router, Bias: w.RouterBias, Out: logits},
+		&kernels.MatMul{X: h, W: w.Router.Slice(0, c.Experts), Bias: w.RouterBias, Out: logits},
 		&kernels.Route{Logits: logits, Method: c.Route, Jitter: c.Jitter, IDs: ids, Weights: weights},
 	} {
 		check(r.t, r.backend.Enqueue(r.stream, op))

@@ -27,12 +27,13 @@ type workspace struct {
 
 // routingBuffers are a router's scores and results; none if no layer has experts.
 type routingBuffers struct {
-	scores  kernels.Tensor // [N, E] F32
+	scores  kernels.Tensor // [N, E] F32, or with a shared expert [N, E+1]: the last column is its gate's
 	ids     kernels.Tensor // [N, K] I32
 	weights kernels.Tensor // [N, K] F32
 	offsets kernels.Tensor // [E+1] I32
 	order   kernels.Tensor // [N*K] I32
 
+	predictedScores  kernels.Tensor // [N, E] F32
 	predictedIDs     kernels.Tensor // [N, K] I32
 	predictedWeights kernels.Tensor // [N, K] F32, written by PredictNext and never read
 }
@@ -45,9 +46,8 @@ type expertBuffers struct {
 
 // mlpBuffers are for dense layers and for the shared expert.
 type mlpBuffers struct {
-	gateUp     kernels.Tensor // [N, 2 max(shared, dense)] gate and up, side by side
-	shared     kernels.Tensor // [N, H]
-	sharedGate kernels.Tensor // [N, 1] F32
+	gateUp kernels.Tensor // [N, 2 max(shared, dense)] gate and up, side by side
+	shared kernels.Tensor // [N, H]
 }
 
 // headBuffers are for logit rows: L = MaxLogits.
@@ -91,6 +91,10 @@ func newWorkspace(c *models.Config, act kernels.DType, l Limits, base device.Add
 	w.bytes += w.attention.Bytes()
 	if c.MoELayers() > 0 {
 		w.routing.scores = place(kernels.F32, n, c.Experts)
+		w.routing.predictedScores = w.routing.scores
+		if c.SharedWidth > 0 { // its gate's scores last until the end of the layer
+			w.routing.scores = place(kernels.F32, n, c.Experts+1)
+		}
 		w.routing.ids = place(kernels.I32, n, c.TopK)
 		w.routing.weights = place(kernels.F32, n, c.TopK)
 		w.routing.offsets = place(kernels.I32, c.Experts+1)
@@ -109,7 +113,6 @@ func newWorkspace(c *models.Config, act kernels.DType, l Limits, base device.Add
 	}
 	if c.SharedWidth > 0 {
 		w.mlp.shared = place(act, n, c.Hidden)
-		w.mlp.sharedGate = place(kernels.F32, n, 1)
 	}
 	w.head.x = place(act, l.MaxLogits, c.Hidden)
 	w.head.residual = place(act, l.MaxLogits, c.Hidden)

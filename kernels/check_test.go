@@ -16,6 +16,7 @@ type valid struct {
 	embed     Embed
 	norm      Norm
 	matmul    MatMul
+	gated     GatedMatMul
 	clamp     Clamp
 	rope      RoPE
 	append    AppendKV
@@ -49,6 +50,7 @@ func newValid() *valid {
 	v.norm = Norm{Kind: Layer, X: v.tensor(F32, 3, 32), Residual: v.tensor(F32, 3, 32), Weight: v.tensor(BF16, 32), Bias: v.tensor(BF16, 32), Eps: 1e-5, Out: v.tensor(F32, 3, 32)}
 	v.matmul = MatMul{X: v.tensor(BF16, 2, 32), W: v.tensor(BF16, 8, 32), Bias: v.tensor(BF16, 8), Out: v.tensor(F32, 2, 8)}
 	v.clamp = Clamp{v.tensor(F32, 3, 32), 8}
+	v.gated = GatedMatMul{X: v.tensor(BF16, 2, 32), W: v.tensor(BF16, 8, 32), Out: v.tensor(BF16, 2, 8)}
 	v.rope = RoPE{v.tensor(F32, 3, 4, 16), v.tensor(F32, 3, 2, 16), v.tensor(F32, 64, 16), v.tensor(I32, 3)}
 	v.append = AppendKV{v.tensor(F32, 3, 2, 16), v.tensor(F32, 3, 2, 16), v.tensor(F32, 5, 16, 2, 16), v.tensor(F32, 5, 16, 2, 16), v.tensor(I32, 3)}
 	v.ropeKV = RoPEAppendKV{
@@ -87,7 +89,7 @@ func newValid() *valid {
 
 func (v *valid) all() []Op {
 	return []Op{
-		&v.embed, &v.norm, &v.matmul, &v.clamp, &v.rope, &v.append, &v.ropeKV, &v.attention, &v.route, &v.group,
+		&v.embed, &v.norm, &v.matmul, &v.gated, &v.clamp, &v.rope, &v.append, &v.ropeKV, &v.attention, &v.route, &v.group,
 		&v.up, &v.down, &v.combine, &v.combined, &v.silu, &v.gather, &v.copied, &v.sample,
 		&v.adjust, &v.restore, &v.mask, &v.probs,
 	}
@@ -185,6 +187,13 @@ func TestCheckErrors(t *testing.T) {
 		{func(v *valid) Op { v.rope.Table = v.tensor(BF16, 64, 16); return &v.rope }, "Table is bfloat16[64 16], want float32"},
 		{func(v *valid) Op { v.rope.Table = v.tensor(F32, 64, 8); return &v.rope }, "Table is float32[64 8], want 16 columns (Q has 16)"},
 		{func(v *valid) Op { v.rope.Rows = v.tensor(I32, 4); return &v.rope }, "Rows is int32[4], want 3 elements (Q has 3)"},
+
+		{func(v *valid) Op { v.gated.W = v.tensor(BF16, 8, 16); return &v.gated }, "kernels: gated_matmul: W is bfloat16[8 16], want 32 columns (X has 32)"},
+		{func(v *valid) Op {
+			v.gated.W, v.gated.Out = v.tensor(BF16, 7, 32), v.tensor(BF16, 2, 7)
+			return &v.gated
+		}, "W is bfloat16[7 32], want an even number of rows"},
+		{func(v *valid) Op { v.gated.Out = v.tensor(F32, 2, 8); return &v.gated }, "Out is float32[2 8], want bfloat16 as X is"},
 
 		{func(v *valid) Op { v.append.V = v.tensor(F32, 3, 1, 16); return &v.append }, "kernels: append_kv: V is float32[3 1 16], want the shape [3 2 16] of K"},
 		{func(v *valid) Op { v.append.CacheV = v.tensor(F32, 4, 16, 2, 16); return &v.append }, "CacheV is float32[4 16 2 16], want the shape [5 16 2 16] of CacheK"},
@@ -339,7 +348,7 @@ func TestCheckErrors(t *testing.T) {
 
 func TestCheckWithoutTensors(t *testing.T) {
 	for _, op := range []Op{
-		&Embed{}, &Norm{}, &MatMul{}, &Clamp{}, &RoPE{}, &AppendKV{}, &RoPEAppendKV{}, &Attention{}, &Route{}, &SortByExpert{},
+		&Embed{}, &Norm{}, &MatMul{}, &GatedMatMul{}, &Clamp{}, &RoPE{}, &AppendKV{}, &RoPEAppendKV{}, &Attention{}, &Route{}, &SortByExpert{},
 		&ExpertUp{}, &ExpertDown{}, &Combine{}, &CombineNorm{}, &SiluMul{}, &Gather{}, &CopyBlocks{}, &Sample{}, &Adjust{}, &Restore{}, &Mask{}, &LogProbs{},
 	} {
 		if err := op.Check(); err == nil || !strings.HasPrefix(err.Error(), "kernels: "+op.Name()+": ") || !strings.Contains(err.Error(), " is missing, want ") {
@@ -357,6 +366,7 @@ func TestDeclare(t *testing.T) {
 	}{
 		{&v.embed, 0, 3*4 + 3*32*2 + 3*32*4, 2, 1},
 		{&v.norm, 8 * 96, 4*96*4 + 2*32*2, 4, 2},
+		{&v.gated, 2*2*32*8 + 5*2*4, 2*32*2 + 8*32*2 + 2*8*2, 2, 1},
 		{&v.matmul, 2 * 2 * 32 * 8, 2*32*2 + 8*32*2 + 8*2 + 2*8*4, 3, 1},
 		{&v.clamp, 2 * 96, 2 * 96 * 4, 1, 1},
 		{&v.rope, 3 * (3*4*16 + 3*2*16), 2*4*(3*4*16+3*2*16) + 3*16*4 + 3*4, 4, 2},

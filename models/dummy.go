@@ -40,6 +40,7 @@ const (
 	dummyRandom dummyKind = iota
 	dummyOnes
 	dummyRouterBias
+	dummyZeros
 )
 
 // routerDeviation is the standard deviation of a dummy router's scores: that of the
@@ -69,10 +70,13 @@ func NewDummy(c *Config, seed uint64) *Dummy {
 			t.kind = dummyOnes
 		}
 		for i := range w.Layers {
-			switch p.to {
-			case &w.Layers[i].Router:
+			gate := strings.Contains(p.names[0], sharedGate) // of the shared expert, as other GEMMs
+			switch {
+			case p.to == &w.Layers[i].Router && !gate:
 				t.exponent = exponentFor(routerDeviation / math.Sqrt(float64(p.cols)))
-			case &w.Layers[i].RouterBias:
+			case p.to == &w.Layers[i].RouterBias && gate:
+				t.kind = dummyZeros
+			case p.to == &w.Layers[i].RouterBias:
 				t.kind, t.layer = dummyRouterBias, i
 			}
 		}
@@ -138,6 +142,8 @@ func (d *Dummy) Read(name string, off, n int64, read func(data []byte) error) er
 			ones[i] = 1
 		}
 		kernels.FromFloat32(data, ones, d.config.DType)
+	case dummyZeros:
+		clear(data)
 	case dummyRouterBias:
 		bias := d.routerBias(t.layer)[off/size:]
 		kernels.FromFloat32(data, bias[:n/size], d.config.DType)

@@ -129,7 +129,7 @@ func (l *Layout) Bind(base device.Addr) *Weights {
 		for _, t := range []*kernels.Tensor{
 			&x.InputNorm, &x.InputNormBias, &x.QKV, &x.QKVBias, &x.QNorm, &x.KNorm, &x.O, &x.OBias,
 			&x.PostNorm, &x.PostNormBias, &x.Router, &x.RouterBias,
-			&x.SharedGateUp, &x.SharedDown, &x.SharedGate, &x.GateUp, &x.Down,
+			&x.SharedGateUp, &x.SharedDown, &x.GateUp, &x.Down,
 		} {
 			move(t)
 		}

@@ -302,10 +302,13 @@ func checkWeights(t *testing.T, c *Config, src *memorySource, s *collector, bloc
 			same("dense down", s.values(l.Down), at+"mlp.down_proj.weight")
 			continue
 		}
-		same("router", s.values(l.Router), at+blocks(c)[0]+".gate.weight")
+		router := []string{at + blocks(c)[0] + ".gate.weight"}
+		if c.SharedWidth > 0 {
+			router = append(router, at+"mlp.shared_expert_gate.weight")
+		}
+		same("router", s.values(l.Router), router...)
 		if c.SharedWidth > 0 {
 			same("shared gate and up", s.values(l.SharedGateUp), at+"mlp.shared_expert.gate_proj.weight", at+"mlp.shared_expert.up_proj.weight")
-			same("shared gate", s.values(l.SharedGate), at+"mlp.shared_expert_gate.weight")
 		}
 		at += block + ".experts."
 		for e := range c.Experts {

@@ -90,8 +90,8 @@ func denseTensors(c *Config, w *Weights) []param {
 			add(&l.RouterBias, c.Experts, 0, routerNames(c, at, "bias")...)
 		}
 		if c.SharedWidth > 0 {
+			linear(&l.Router, only(c.RoutingSkew > 0, &l.RouterBias), 1, c.Hidden, at+sharedGate)
 			mlp(&l.SharedGateUp, &l.SharedDown, c.SharedWidth, at+"mlp.shared_expert")
-			linear(&l.SharedGate, nil, 1, c.Hidden, at+"mlp.shared_expert_gate")
 		}
 	}
 	norm(&w.FinalNorm, &w.FinalNormBias, "model.norm")
@@ -103,6 +103,9 @@ func denseTensors(c *Config, w *Weights) []param {
 	}
 	return all
 }
+
+// sharedGate is the name of the gate of a layer's shared expert.
+const sharedGate = "mlp.shared_expert_gate"
 
 // blocks returns the names of the MoE block, the architecture's published one first.
 func blocks(c *Config) []string {

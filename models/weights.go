@@ -24,12 +24,12 @@ type LayerWeights struct {
 	OBias                    kernels.Tensor // [H]
 	PostNorm, PostNormBias   kernels.Tensor // [H]
 
-	Router     kernels.Tensor // [E, H]
-	RouterBias kernels.Tensor // [E]
+	// Router is [E, H], or with a shared expert [E+1, H]: its gate is the last row, so that both are
+	// one GEMM. RouterBias has as many elements.
+	Router, RouterBias kernels.Tensor
 
 	SharedGateUp kernels.Tensor // [2 shared width, H]: gate, then up
 	SharedDown   kernels.Tensor // [H, shared width]
-	SharedGate   kernels.Tensor // [1, H]
 
 	GateUp kernels.Tensor // [2 dense width, H]: gate, then up
 	Down   kernels.Tensor // [H, dense width]

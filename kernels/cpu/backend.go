@@ -28,7 +28,7 @@ type Backend struct {
 	*pool
 	shut  atomic.Bool
 	decls sync.Pool // *kernels.Decl
-	jobs  [23]sync.Pool
+	jobs  [24]sync.Pool
 	draws sync.Pool // *draws
 }
 
@@ -131,6 +131,8 @@ func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
 			}
 		}
 		return enqueue(b, e, 22, op, o, (*Backend).expertFFN, act{})
+	case *kernels.GatedMatMul:
+		return enqueue(b, e, 23, op, o, (*Backend).gatedMatmul, act{"X", &o.X})
 	}
 	return fmt.Errorf("cpu: %s: operation of unknown type %T", op.Name(), op)
 }

@@ -235,6 +235,14 @@ func (t *tile) finish() {
 	}
 }
 
+func (b *Backend) gatedMatmul(o *kernels.GatedMatMul, access device.Access) error {
+	product, silu := o.Apart()
+	if err := b.matmul(&product, access); err != nil {
+		return err
+	}
+	return b.siluMul(&silu, access)
+}
+
 func (b *Backend) matmul(o *kernels.MatMul, _ device.Access) error {
 	var bias []float32
 	if !o.Bias.None() {

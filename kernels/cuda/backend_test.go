@@ -147,6 +147,8 @@ func TestMatMulChoice(t *testing.T) {
 		{"one row", matmul(1, 6144, 4096, kernels.F32), 0, "few_rows_2", "matmul_16"},
 		{"router", matmul(500, 8, 4096, kernels.F32), 0, "few_columns_8", "few_columns_8"},
 		{"wider router", matmul(500, 60, 4096, kernels.F32), 0, "few_columns_16", "few_columns_16"},
+		{"router and gate", matmul(500, 65, 4096, kernels.F32), 0, "few_columns_16", "few_columns_16"},
+		{"router and gate, many rows", matmul(5000, 65, 4096, kernels.F32), 0, "few_columns_64", "few_columns_64"},
 		{"72 columns", matmul(9, 72, 4096, kernels.F32), 1, "", "matmul_16"},
 		{"eight rows", matmul(8, 4096, 4096, kernels.BF16), 0, "few_rows_2", "matmul_16"},
 		{"bias", withBias, 1, "", "matmul_16"},

@@ -63,6 +63,8 @@ func awaited(op kernels.Op, early bool) (all []device.Range) {
 		add(&o.X, &o.Residual, &o.Out)
 	case *kernels.MatMul:
 		add(&o.X, &o.Out)
+	case *kernels.GatedMatMul:
+		add(&o.X, &o.Out)
 	case *kernels.Clamp:
 		add(&o.X)
 	case *kernels.RoPE:

@@ -72,10 +72,7 @@ func (l *streamState) matmul(o *kernels.MatMul) error {
 	if rows == 0 || columns == 0 {
 		return nil
 	}
-	same := o.W.DType == o.X.DType && inner%8 == 0 && aligned(&o.X, &o.W)
-	if l.b.o.BatchInvariant && o.X.Stride[0]%8 != 0 {
-		same = false // a single row may be aligned where others are not
-	}
+	same := l.b.sameTypes(o)
 	outFloat := o.Out.DType == kernels.F32
 	if same && (columns <= maxSkinnyColumns || !l.b.o.BatchInvariant && rows <= maxSkinnyRows) {
 		return l.skinnyGEMM(o, outFloat)
@@ -105,13 +102,43 @@ func (l *streamState) matmul(o *kernels.MatMul) error {
 }
 
 const (
-	// few.cu computes GEMMs of at most maxSkinnyColumns columns (routers, gates) or at most
-	// maxSkinnyRows rows.
-	maxSkinnyColumns, maxSkinnyRows = 64, 8
+	// few.cu computes GEMMs of at most maxSkinnyColumns columns (routers of up to 64 experts, with
+	// the gate of a shared one) or at most maxSkinnyRows rows.
+	maxSkinnyColumns, maxSkinnyRows = 65, 8
 	skinnyThreads                   = 512
 	// skinnyStageBytes is one stage of a block of few_rows: 64 bytes per thread.
 	skinnyStageBytes = 64 * skinnyThreads
 )
+
+// sameTypes reports whether tensor cores can load both operands unconverted, 16 bytes at a time.
+func (b *Backend) sameTypes(o *kernels.MatMul) bool {
+	if b.o.BatchInvariant && o.X.Stride[0]%8 != 0 {
+		return false // a single row may be aligned where others are not
+	}
+	return o.W.DType == o.X.DType && o.W.Shape[1]%8 == 0 && aligned(&o.X, &o.W)
+}
+
+// gatedMatmul enqueues one kernel for few rows, else GEMM and silu_mul.
+func (l *streamState) gatedMatmul(o *kernels.GatedMatMul) error {
+	if err := l.b.activation(o.Name(), "X", &o.X); err != nil {
+		return err
+	}
+	product, silu := o.Apart()
+	rows, columns := o.X.Shape[0], o.Out.Shape[1]/2
+	if l.b.o.BatchInvariant || rows == 0 || rows > maxSkinnyRows || columns == 0 || !l.b.sameTypes(&product) {
+		if err := l.matmul(&product); err != nil {
+			return err
+		}
+		return l.siluMul(&silu)
+	}
+	k, stages := fewRowsGated2, 2
+	if l.b.largeSmem {
+		k, stages = fewRowsGated5, 5
+	}
+	a := fewArguments(&product, false)
+	a.columns = int32(columns)
+	return launch(l, o.Name(), k, grid{x: min(ceil(columns, 8), l.b.multiprocessors), threads: skinnyThreads, shared: stages * skinnyStageBytes}, &a)
+}
 
 // skinnyGEMM enqueues a GEMM with few columns or few rows.
 func (l *streamState) skinnyGEMM(o *kernels.MatMul, outFloat bool) error {
@@ -129,15 +156,20 @@ func (l *streamState) skinnyGEMM(o *kernels.MatMul, outFloat bool) error {
 	default:
 		k, g = fewColumns16, grid{x: ceil(rows, 16), y: ceil(columns, 16)}
 		if g.y > 1 && g.x >= l.b.multiprocessors {
-			k, g.y = fewColumns64, 1 // with this many rows, each is read once
+			k, g.y = fewColumns64, ceil(columns, 64) // with this many rows, each is read once
 		}
 	}
 	g.threads = skinnyThreads
-	return launch(l, o.Name(), k, g, &fewArgs{
+	a := fewArguments(o, outFloat)
+	return launch(l, o.Name(), k, g, &a)
+}
+
+func fewArguments(o *kernels.MatMul, outFloat bool) fewArgs {
+	return fewArgs{
 		x: address(&o.X), w: address(&o.W), bias: address(&o.Bias), out: address(&o.Out),
 		xStride: int64(o.X.Stride[0]), outStride: int64(o.Out.Stride[0]),
-		rows: int32(rows), columns: int32(columns), inner: int32(o.W.Shape[1]), biasType: int32(o.Bias.DType), outFloat: b2i(outFloat),
-	})
+		rows: int32(o.X.Shape[0]), columns: int32(o.W.Shape[0]), inner: int32(o.W.Shape[1]), biasType: int32(o.Bias.DType), outFloat: b2i(outFloat),
+	}
 }
 
 // libraryMatMul enqueues a GEMM of cuBLASLt, or returns false. The library requires the bias to

@@ -73,7 +73,9 @@ func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 	zeros := func(n int) kernels.Tensor { return x.ints(make([]int32, n)...) }
 	d.hidden = x.act(n, c.hidden)
 	norm, qkv, attended, out := x.act(n, c.hidden), x.act(n, wide), x.act(n, q), x.act(n, c.hidden)
-	logits, ids, weights := x.weights(kernels.F32, n, c.experts), zeros(n*c.k).View(n, c.k), x.weights(kernels.F32, n, c.k)
+	sharedWidth := sharedWidths[c.name]
+	scored := c.experts + min(sharedWidth, 1) // the shared expert's gate is the last
+	logits, ids, weights := x.weights(kernels.F32, n, scored), zeros(n*c.k).View(n, c.k), x.weights(kernels.F32, n, c.k)
 	offsets, order, up, down := zeros(c.experts+1), zeros(n*c.k), x.act(n*c.k, c.intermediate), x.act(n*c.k, c.hidden)
 	rope, seqStarts := x.weights(kernels.F32, 1024, c.d), x.ints(starts...)
 	rows := where(n, func(_, context, _ int) int { return context - 1 })
@@ -82,9 +84,8 @@ func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 	blocks := where(n*width, func(block, _, i int) int { return block + i }).View(n, width)
 	gamma := x.weights(kernels.BF16, c.hidden)
 	var both, shared, gate kernels.Tensor
-	sharedWidth := sharedWidths[c.name]
 	if sharedWidth > 0 {
-		both, shared, gate = x.act(n, 2*sharedWidth), x.act(n, c.hidden), x.weights(kernels.F32, n, 1)
+		both, shared, gate = x.act(n, 2*sharedWidth), x.act(n, c.hidden), logits.Narrow(1, c.experts, scored)
 	}
 	heads := func(t kernels.Tensor, from, n int) kernels.Tensor {
 		t = t.Narrow(1, from*c.d, (from+n)*c.d)
@@ -112,14 +113,12 @@ func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 			},
 			&kernels.MatMul{X: attended, W: x.act(c.hidden, q), Out: out},
 			&kernels.Norm{X: out, Residual: d.hidden, Weight: gamma, Eps: 1e-5, Out: norm},
-			&kernels.MatMul{X: norm, W: x.act(c.experts, c.hidden), Out: logits},
-			&kernels.Route{Logits: logits, Method: c.method, IDs: ids, Weights: weights, Offsets: offsets, Order: order})
+			&kernels.MatMul{X: norm, W: x.act(scored, c.hidden), Out: logits},
+			&kernels.Route{Logits: logits.Narrow(1, 0, c.experts), Method: c.method, IDs: ids, Weights: weights, Offsets: offsets, Order: order})
 		if sharedWidth > 0 {
 			narrow := both.Narrow(1, 0, sharedWidth)
-			add(&kernels.MatMul{X: norm, W: x.act(2*sharedWidth, c.hidden), Out: both},
-				&kernels.SiluMul{Gate: narrow, Up: both.Narrow(1, sharedWidth, 2*sharedWidth), Out: narrow},
-				&kernels.MatMul{X: narrow, W: x.act(c.hidden, sharedWidth), Out: shared},
-				&kernels.MatMul{X: norm, W: x.act(1, c.hidden), Out: gate})
+			add(&kernels.GatedMatMul{X: norm, W: x.act(2*sharedWidth, c.hidden), Out: both},
+				&kernels.MatMul{X: narrow, W: x.act(c.hidden, sharedWidth), Out: shared})
 		}
 		product := kernels.ExpertGEMM{X: norm, Offsets: offsets, Order: order, Slots: extents, Experts: all, Layout: layout, Out: up}
 		back := product

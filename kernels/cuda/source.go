@@ -32,7 +32,7 @@ func source(file string) string {
 const hopper = "sm_90a"
 
 // onlyFor has the units, and single kernels, that are built for one architecture only.
-var onlyFor = map[string]string{"expert.cu": hopper, "dense.cu": hopper, "prompt.cu": hopper, "few_rows_5": hopper}
+var onlyFor = map[string]string{"expert.cu": hopper, "dense.cu": hopper, "prompt.cu": hopper, "few_rows_5": hopper, "few_rows_gated_5": hopper}
 
 // kernel is one __global__ function.
 type kernel struct {
@@ -86,6 +86,8 @@ const (
 	fewColumns64
 	fewRows2
 	fewRows5
+	fewRowsGated2
+	fewRowsGated5
 	copyBlocksKernel
 	promptKernel
 	promptJoin
@@ -140,6 +142,8 @@ var table = func() []kernel {
 		{"few.cu", "few_columns_64", 0},
 		{"few.cu", "few_rows_2", 2 * skinnyStageBytes},
 		{"few.cu", "few_rows_5", 5 * skinnyStageBytes},
+		{"few.cu", "few_rows_gated_2", 2 * skinnyStageBytes},
+		{"few.cu", "few_rows_gated_5", 5 * skinnyStageBytes},
 		{"copy.cu", "copy_blocks", 0},
 		{"prompt.cu", "prompt_128", promptSharedBytes},
 		{"prompt.cu", "prompt_join", 0},

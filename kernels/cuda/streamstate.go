@@ -89,6 +89,8 @@ func (l *streamState) enqueue(op kernels.Op) error {
 		return l.norm(o)
 	case *kernels.MatMul:
 		return l.matmul(o)
+	case *kernels.GatedMatMul:
+		return l.gatedMatmul(o)
 	case *kernels.Clamp:
 		return l.clamp(o)
 	case *kernels.RoPE:

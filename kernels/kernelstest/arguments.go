@@ -16,7 +16,7 @@ func testArguments(r *rig) {
 			other = kernels.BF16
 		}
 		bad := []kernels.Op{
-			&kernels.Embed{}, &kernels.Norm{}, &kernels.MatMul{}, &kernels.Clamp{}, &kernels.RoPE{}, &kernels.AppendKV{}, &kernels.RoPEAppendKV{},
+			&kernels.Embed{}, &kernels.Norm{}, &kernels.MatMul{}, &kernels.GatedMatMul{}, &kernels.Clamp{}, &kernels.RoPE{}, &kernels.AppendKV{}, &kernels.RoPEAppendKV{},
 			&kernels.Attention{}, &kernels.Route{}, &kernels.SortByExpert{}, &kernels.ExpertUp{}, &kernels.ExpertDown{},
 			&kernels.Combine{}, &kernels.CombineNorm{}, &kernels.SiluMul{}, &kernels.Gather{}, &kernels.CopyBlocks{}, &kernels.Sample{}, &kernels.Adjust{}, &kernels.Restore{}, &kernels.Mask{}, &kernels.LogProbs{},
 			&kernels.MatMul{X: x.Tensor, W: w.Tensor, Out: out.Tensor},

@@ -41,6 +41,7 @@ var tests = []struct {
 	{"embed", testEmbed},
 	{"norm", testNorm},
 	{"matmul", testMatMul},
+	{"gated_matmul", testGatedMatMul},
 	{"clamp", testClamp},
 	{"rope", testRoPE},
 	{"append_kv", testAppendKV},

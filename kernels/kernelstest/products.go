@@ -102,6 +102,38 @@ func testGEMM(r *rig, x, weight, bias, out tensor) {
 	})
 }
 
+// testGatedMatMul: results are near the reference and have the bits of MatMul and SiluMul in
+// sequence.
+func testGatedMatMul(r *rig) {
+	for i, s := range []struct{ n, a, wide int }{{1, 16, 1}, {2, 48, 7}, {8, 272, 60}, {1, 1040, 48}, {3, 2064, 33}, {5, 1032, 130}, {9, 64, 24}, {131, 32, 18}} {
+		for j, w := range r.o.Weights {
+			r.run(fmt.Sprintf("%+v/%s", s, w), func(r *rig) {
+				x := r.normal(r.rows((i+j)%2 == 0, "X", r.act, s.n, s.a), 0, 1)
+				weight := r.weights("W", w, 2*s.wide, s.a)
+				all := r.rows((i+j)%2 == 1, "Out", r.act, s.n, 2*s.wide)
+				out := tensor{all.Narrow(1, 0, s.wide), all.buffer}
+				op := kernels.GatedMatMul{X: x.Tensor, W: weight.Tensor, Out: all.Tensor}
+				all.writes()
+				r.do(&op)
+				together := make([][]float64, s.n)
+				for n := range s.n {
+					want := make([]float64, s.wide)
+					for c := range want {
+						want[c] = silu(dot(x.row(n), weight.row(c))) * dot(x.row(n), weight.row(s.wide+c))
+					}
+					r.close(out, out.got(n), want, 0.3, n)
+					together[n] = out.got(n)
+				}
+				product, apart := op.Apart()
+				r.do(&product, &apart)
+				for n := range s.n {
+					r.exact(out, together[n], n)
+				}
+			})
+		}
+	}
+}
+
 // layer holds one layer's experts and a step's routing.
 type layer struct {
 	layout  kernels.ExpertLayout

@@ -90,27 +90,30 @@ KERNEL(512, 1) few_columns_64(const few_args a) { few_columns<8>(a); }
 // gridDim.x-th (persistent kernel). A thread copies the weights that it multiplies itself to
 // stages of its own, so the block synchronizes only for the sum of a tile, and copies run ahead
 // across tiles. The first copies start before the preceding kernels end, which do not write
-// weights.
-template <int stages>
+// weights. gated: W has a.columns rows of gate, then as many of up, of which a tile has eight
+// each, and Out is silu(gate) up of both in their 16-bit form.
+template <int stages, bool gated>
 DEVICE void few_rows(const few_args &a, unsigned char *memory) {
   __shared__ float parts[2][few_warps][8][20];  // of this tile and the previous one; 20: eight rows are in different banks
   launch_dependents();
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int row = lane >> 2, first = warp * 64 + (lane & 3) * 8;  // chunks as in few_columns
-  int tiles = (a.columns + 15) / 16, pieces = max(0, a.inner - warp * 64 + 64 * few_warps - 1) / (64 * few_warps);
+  constexpr int tile_columns = gated ? 8 : 16;
+  int tiles = (a.columns + tile_columns - 1) / tile_columns, pieces = max(0, a.inner - warp * 64 + 64 * few_warps - 1) / (64 * few_warps);
   uint4 *ring = (uint4 *)memory + threadIdx.x;
 
   int next_tile = blockIdx.x, next_piece = 0;
   auto load_stage = [&](int slot) {
     if (next_tile < tiles && pieces > 0) {
-      int column = next_tile * 16 + row, k = next_piece * 64 * few_warps + first;
+      int column = next_tile * tile_columns + row, k = next_piece * 64 * few_warps + first;
       const u16 *w = (const u16 *)a.w + column * (i64)a.inner + k;
+      i64 second = (gated ? a.columns : 8) * (i64)a.inner;  // to the other eight rows of a tile
 #pragma unroll
       for (int i = 0; i < 2; i++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          bool there = column + 8 * i < a.columns && k + 32 * h < a.inner;  // a multiple of 8
-          const u16 *from = there ? w + i * 8 * (i64)a.inner + 32 * h : (const u16 *)a.w;
+          bool there = column + (gated ? 0 : 8 * i) < a.columns && k + 32 * h < a.inner;  // a multiple of 8
+          const u16 *from = there ? w + i * second + 32 * h : (const u16 *)a.w;
           copy_async(ring + (slot * 4 + i * 2 + h) * 32 * few_warps, from, there ? 16 : 0);
         }
       if (++next_piece == pieces) next_piece = 0, next_tile += gridDim.x;
@@ -145,22 +148,36 @@ DEVICE void few_rows(const few_args &a, unsigned char *memory) {
 #pragma unroll
     for (int c = 0; c < 4; c++) parts[turn][warp][(lane & 3) * 2 + c % 2][row + c / 2 * 8] = sums[c];
     __syncthreads();
-    int m = threadIdx.x % 16, n = threadIdx.x / 16;
-    if (n >= a.rows || tile * 16 + m >= a.columns) continue;
-    float v = 0;
+    int m = threadIdx.x % tile_columns, n = threadIdx.x / tile_columns;
+    if (n >= a.rows || tile * tile_columns + m >= a.columns) continue;
+    float v = 0, up = 0;
 #pragma unroll
-    for (int i = 0; i < few_warps; i++) v = __fadd_rn(v, parts[turn][i][n][m]);
-    put_sum(a, n, tile * 16 + m, v);
+    for (int i = 0; i < few_warps; i++) {
+      v = __fadd_rn(v, parts[turn][i][n][m]);
+      if (gated) up = __fadd_rn(up, parts[turn][i][n][m + 8]);
+    }
+    if (gated) v = silu(from_act(to_act(v))) * from_act(to_act(up));
+    put_sum(a, n, tile * tile_columns + m, v);
   }
 }
 
 // For any device, and for devices whose blocks may use more shared memory.
 KERNEL(512, 1) few_rows_2(const few_args a) {
   DYNAMIC_SHARED(memory);
-  few_rows<2>(a, memory);
+  few_rows<2, false>(a, memory);
 }
 
 KERNEL(512, 2) few_rows_5(const few_args a) {
   DYNAMIC_SHARED(memory);
-  few_rows<5>(a, memory);
+  few_rows<5, false>(a, memory);
+}
+
+KERNEL(512, 1) few_rows_gated_2(const few_args a) {
+  DYNAMIC_SHARED(memory);
+  few_rows<2, true>(a, memory);
+}
+
+KERNEL(512, 2) few_rows_gated_5(const few_args a) {
+  DYNAMIC_SHARED(memory);
+  few_rows<5, true>(a, memory);
 }
