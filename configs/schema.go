@@ -125,6 +125,10 @@ var Schema = []Key{
 		Help: "PCIe links for copies from and to host memory: N: the GPU's own and those of N - 1 relays; comma-separated indices (a single one as 1,): these GPUs are relays; auto: relays of a calibrated --hardware file that pay",
 	},
 	{
+		Name: "host-paths-mode", Kind: String, Default: TakeHostPaths, Allowed: []string{TakeHostPaths, WaitHostPaths}, Rare: true, Commands: onModel,
+		Help: "copies over a relay's link that other programs use, too: take: they go on at the share that they get of it; wait: they take other links for a while, which leaves these programs more; without relays it has no effect",
+	},
+	{
 		Name: "host-memory-gib", Kind: Float, Default: 0.0, Unit: "GiB", Max: 1 << 20, Rare: true, Commands: onDevice,
 		Help: "total host memory, for VMs with memory ballooning; 0: what the system reports",
 	},

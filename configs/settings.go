@@ -37,16 +37,25 @@ type Model struct {
 
 // Device says what to compute on.
 type Device struct {
-	Kind                 DeviceKind `mapstructure:"device"`
-	GPU                  int        `mapstructure:"gpu"`
-	Peers                string     `mapstructure:"peers"`
-	HostPaths            string     `mapstructure:"host-paths"`
-	HostMemoryGiB        float64    `mapstructure:"host-memory-gib"`
-	Emulate              string     `mapstructure:"emulate"`
-	GPUMemoryUtilization float64    `mapstructure:"gpu-memory-utilization"`
+	Kind      DeviceKind `mapstructure:"device"`
+	GPU       int        `mapstructure:"gpu"`
+	Peers     string     `mapstructure:"peers"`
+	HostPaths string     `mapstructure:"host-paths"`
+	// HostPathsMode is TakeHostPaths or WaitHostPaths.
+	HostPathsMode        string  `mapstructure:"host-paths-mode"`
+	HostMemoryGiB        float64 `mapstructure:"host-memory-gib"`
+	Emulate              string  `mapstructure:"emulate"`
+	GPUMemoryUtilization float64 `mapstructure:"gpu-memory-utilization"`
 	// SleepMemory is KeptSleepMemory, ReservedSleepMemory or ReleasedSleepMemory.
 	SleepMemory string `mapstructure:"sleep-memory"`
 }
+
+// The values of Device.HostPathsMode: a relay whose link other programs use, too, goes on at the share that it
+// gets of it, or leaves copies to other links for a while.
+const (
+	TakeHostPaths = "take"
+	WaitHostPaths = "wait"
+)
 
 // The values of Device.SleepMemory: the host's memory for the weights of a sleeping model is
 // allocated by the first sleep and kept, allocated at the start, or released by each wake.

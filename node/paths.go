@@ -15,6 +15,8 @@ import (
 // computes.
 type hostPaths struct {
 	choice configs.HostPathChoice
+	// waits: relays leave links that others use, too, to these for a while.
+	waits bool
 	// calibration is that of the setting hardware, if it is of the GPU that computes; else nil.
 	calibration *configs.Multipath
 	// wanted are GPUs by the driver's numbers, in the order in which they are taken: at most limit; 0:
@@ -31,6 +33,7 @@ func choosePaths(s *configs.Settings) (p hostPaths, err error) {
 	if p.choice, err = s.Device.ParseHostPaths(); err != nil {
 		return p, err
 	}
+	p.waits = s.Device.HostPathsMode == configs.WaitHostPaths
 	if name := s.Plan.Hardware; name != "" {
 		h, err := planning.LoadHardware(name)
 		if err != nil {
@@ -121,6 +124,7 @@ func (p *hostPaths) multipath() transfer.Multipath {
 	if c := p.calibration; c != nil {
 		m = transfer.Multipath{ChunkIn: c.ChunkIn, ChunkOut: c.ChunkOut, ThresholdIn: c.ThresholdIn, ThresholdOut: c.ThresholdOut, Depth: c.Depth}
 	}
+	m.Wait = p.waits
 	return transfer.Options{Multipath: m}.EnsureDefaults().Multipath
 }
 

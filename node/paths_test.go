@@ -363,6 +363,46 @@ func TestHostPathsRate(t *testing.T) {
 	}
 }
 
+// TestHostPathsMode: in mode wait a relay carries less of a step's copies beside those of another program on its
+// link, and half where there are none.
+func TestHostPathsMode(t *testing.T) {
+	const pcie = 55e9
+	relayedPart := func(mode string, busy bool) float64 {
+		s := configs.Defaults()
+		s.Model.Name, s.Model.LoadFormat, s.Model.NumHiddenLayers, s.Offload.Fraction, s.KV.MaxModelLen = "mixtral-8x7b", configs.LoadDummy, 3, 1, 1024
+		s.Offload.Tier, s.Device.HostPaths, s.Device.HostPathsMode = configs.HostTier, "2", mode
+		x := timed{T: t}
+		var err error
+		x.n, err = node.Open(t.Context(), node.Options{Settings: s, OpenMachine: func() (_ device.Machine, err error) {
+			o := emulated.Options{
+				Virtual: true, NoData: true, HostLink: emulated.Link{BytesPerSecond: pcie}, PeerLink: emulated.Link{BytesPerSecond: 395e9},
+				GPUs: slices.Repeat([]emulated.GPU{{MemoryBytes: 141e9, FlopsPerSecond: 800e12, BytesPerSecond: 4.8e12}}, 2),
+			}
+			if busy {
+				o.Traffic = []emulated.Traffic{{GPU: 1, BytesPerSecond: pcie, Span: emulated.Span{Until: time.Hour}}}
+			}
+			x.m, err = emulated.New(o)
+			return x.m, err
+		}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer func() {
+			if err := x.n.Close(); err != nil {
+				t.Error(err)
+			}
+		}()
+		before, _ := relayed(x.n)
+		_, bytes := x.run(10)
+		after, _ := relayed(x.n)
+		return float64(after[device.HBM(1)]-before[device.HBM(1)]) / float64(bytes)
+	}
+	alone, takes, waits := relayedPart(configs.WaitHostPaths, false), relayedPart(configs.TakeHostPaths, true), relayedPart(configs.WaitHostPaths, true)
+	if alone < 0.45 || takes < 0.3 || waits > 0.8*takes || waits == 0 {
+		t.Errorf("relayed of a step's copies: %.2f without others, %.2f beside them, and %.2f in mode wait", alone, takes, waits)
+	}
+}
+
 // TestHostPathsPromotion: experts are promoted to peers over the peers' own links, and never through the
 // GPU that computes.
 func TestHostPathsPromotion(t *testing.T) {

@@ -160,7 +160,7 @@ func New(o Options) (*Engine, error) {
 		return nil, fmt.Errorf("transfer: %w", err)
 	}
 	e := &Engine{o: o, signals: o.Machine.Capabilities().CopyErrorsLoseDevice, signaling: map[device.Fence]*Ticket{}}
-	e.core.Yields, e.core.Preferred = o.Multipath.Wait, o.Multipath.Preferred
+	e.core.Yields, e.core.Preferred, e.core.NoDirectFirst = o.Multipath.Wait, o.Multipath.Preferred, o.Multipath.NoDirectFirst
 	var ok bool
 	if e.watcher, ok = s.(device.Watcher); !ok {
 		return nil, errors.Join(errors.New("transfer: host streams of this machine cannot watch fences and events"), s.Close())

@@ -26,6 +26,9 @@ type Multipath struct {
 	// Preferred is the GPU whose copies are relayed before others of their priority. Default: that
 	// for which most waits.
 	Preferred device.Space
+	// NoDirectFirst: a GPU's own copies have no precedence on its link over others' of their priority that are
+	// relayed: that goes first of which most waits. To measure what the precedence is worth. Default: they have it.
+	NoDirectFirst bool
 }
 
 const (

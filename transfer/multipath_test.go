@@ -484,6 +484,37 @@ func TestRelayWaits(t *testing.T) {
 	}
 }
 
+// TestNoDirectFirst: copies of two GPUs at once, each the other's relay, take the GPUs' own links, and without
+// direct first whichever is free; every byte arrives.
+func TestNoDirectFirst(t *testing.T) {
+	const n = 32 << 20
+	relayed := func(off bool) (part float64) {
+		r := newRig(t, emulated.Options{
+			Virtual: true, HostLink: emulated.Link{BytesPerSecond: 50e9}, PeerLink: emulated.Link{BytesPerSecond: 400e9},
+		}, transfer.Options{Multipath: transfer.Multipath{ChunkIn: 1 << 20, ChunkOut: 1 << 20, NoDirectFirst: off}})
+		var tickets []*transfer.Ticket
+		var src, dst []device.Memory
+		for gpu := range 2 {
+			r.relay(device.HBM(gpu), 3, 1<<20)
+			src, dst = append(src, r.filled(n, byte(gpu))), append(dst, r.alloc(device.HBM(gpu), n))
+		}
+		for i := range dst {
+			tickets = append(tickets, r.submit(r.down(dst[i], src[i], transfer.Demand)))
+		}
+		for i, ticket := range tickets {
+			r.wait(ticket)
+			r.equal(dst[i], src[i])
+		}
+		for gpu := range 2 {
+			part += float64(r.path(device.Host, device.HBM(gpu)).RelayedBytes) / (2 * n)
+		}
+		return part
+	}
+	if on, off := relayed(false), relayed(true); on > 0.15 || off < 0.3 {
+		t.Errorf("%.2f of the bytes went over relays, and %.2f without direct first", on, off)
+	}
+}
+
 // TestKernelBesideRelays: a kernel copies small pieces on the link's own GPU; relays carry none of
 // them, and all others.
 func TestKernelBesideRelays(t *testing.T) {

@@ -112,6 +112,9 @@ var multipathFigureDocs = map[string]string{
 	"Calibration.threshold_in_bytes":      "size of a copy to the GPU from which on relays pay; 0: there are none",
 	"Calibration.threshold_out_bytes":     "size of a copy from the GPU from which on relays pay; 0: there are none",
 	"Calibration.shared_roots":            "sets of GPUs whose links share a rate, in each direction",
+
+	"beside_engine_no_direct_first_bytes_per_s": "beside an engine in which a GPU's own chunks have no precedence on its link: it takes those of the longest queue",
+	"relayed_fraction_no_direct_first":          "part of the engine's bytes that went over relays then",
 }
 
 func init() {

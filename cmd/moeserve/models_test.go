@@ -47,7 +47,7 @@ func TestServeTurns(t *testing.T) {
 	}
 	for _, how := range [][]string{
 		{"--offload-fraction", "0.5", "--offload-tier", "peer", "--kv-offloading-size", "0.01"},
-		{"--sleep-memory", "release"},
+		{"--sleep-memory", "release", "--host-paths", "2", "--host-paths-mode", "wait"},
 	} {
 		p := startServe(t, append([]string{"--model", "built-in", "--model", other, "--served-model-name", "a,b", "--emulate", "hbm=256MiB", "--admin-address", "same", "--turn-time", "0.05"}, how...)...)
 		for range 2 {
@@ -140,6 +140,24 @@ func TestServedModels(t *testing.T) {
 		_, errors, code := invoke(t, strings.NewReader(""), append([]string{"serve", "--port", "0", "--emulate", "hbm=256MiB"}, args...)...)
 		if code == 0 || !strings.Contains(errors, want) {
 			t.Errorf("%v: exit code %d: %s; want %q", args, code, errors, want)
+		}
+	}
+}
+
+// TestServedSettings: models that take turns have all settings but the model in common.
+func TestServedSettings(t *testing.T) {
+	set, err := read(t, []string{"--model", "mixtral-8x7b,phi-3.5-moe", "--load-format", "dummy", "--host-paths", "2", "--host-paths-mode", "wait"}, nil, "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	all, err := servedModels(set)
+	if err != nil || len(all) != 2 {
+		t.Fatalf("%d models, %v", len(all), err)
+	}
+	for i, m := range all {
+		want := set.Settings
+		if want.Model.Name = []string{"mixtral-8x7b", "phi-3.5-moe"}[i]; m.set.Settings != want {
+			t.Errorf("model %d: %+v, want %+v", i, m.set.Settings, want)
 		}
 	}
 }

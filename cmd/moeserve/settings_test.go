@@ -179,6 +179,7 @@ func TestSettingsErrors(t *testing.T) {
 		{"two documents", nil, nil, "seed: 1\n---\nseed: 2\n", `must be a single YAML document$`},
 		{"not YAML", nil, nil, "seed: [\n", `^moeserve.yaml: yaml: `},
 		{"flag and the rest", []string{"--micro-batch-size", "64"}, nil, "max-num-batched-tokens: 32\n", `micro-batch-size is 64: must be at most --max-num-batched-tokens, 32$`},
+		{"mode of host paths", []string{"--host-paths", "2", "--host-paths-mode", "yield"}, nil, "", `--host-paths-mode is "yield": must be take or wait$`},
 		{"cuda by another name", []string{"--device", "gpu"}, nil, "", `--device is "gpu": must be auto, cpu or cuda; did you mean cuda\?$`},
 		{"no such file", []string{"--config", "gone.yaml"}, nil, "", `gone.yaml: no such file`},
 		{"no such file by variable", nil, map[string]string{configVariable: "gone.yaml"}, "", `gone.yaml: no such file`},

@@ -19,6 +19,8 @@ type tuning struct {
 	always bool
 	// waits: a link that others use too relays less (transfer.Multipath.Wait).
 	waits bool
+	// longest: a GPU's own copies have no precedence on its link (transfer.Multipath.NoDirectFirst).
+	longest bool
 }
 
 // engine is a transfer engine with relays.
@@ -47,7 +49,7 @@ func (r *rig) engine(gpu device.Space, number int, t tuning) (_ *engine, err err
 	}()
 	o := transfer.Options{Machine: r.o.Machine}
 	o.Multipath.ChunkIn, o.Multipath.ChunkOut, o.Multipath.Depth = t.chunk, t.chunk, t.depth
-	o.Multipath.Wait = t.waits
+	o.Multipath.Wait, o.Multipath.NoDirectFirst = t.waits, t.longest
 	if t.always {
 		o.Multipath.ThresholdIn, o.Multipath.ThresholdOut = 1, 1
 	}

@@ -189,7 +189,7 @@ func TestOutput(t *testing.T) {
 	}
 	for _, want := range []string{
 		"relays: gpu1, gpu2", "between GPUs", "static round-robin split of 64 MiB", "host to GPU: no links share a root", "copies of 64 MiB over gpu1 alone, GPU to host",
-		"(Figure 8)", "(Figure 9)", "(Figures 10a and 11)", "(Figure 10b)", "(Figure 12)", "(Figure 13)", "(Figure 14)", "(Table 2)", "copies over 2 relays' links",
+		"(Figure 8)", "(Figure 9)", "(Figures 10a and 11)", "(Figure 10b)", "(Figure 12)", "(Figure 13)", "(Figure 14)", "(Table 2)", "beside the engine without direct first", "copies over 2 relays' links",
 		"reached: host to GPU over 3 GPUs: engine over the better of static split and own copies is ", ", at most 1.00 cores",
 	} {
 		if !strings.Contains(table.String(), want) {
@@ -197,7 +197,7 @@ func TestOutput(t *testing.T) {
 		}
 	}
 	figures := r.Figures()
-	if len(figures) != 8 {
+	if len(figures) != 9 {
 		t.Errorf("%d figures", len(figures))
 	}
 	for name, chart := range figures {
@@ -235,7 +235,7 @@ func TestEngine(t *testing.T) {
 			t.Errorf("%+v", p)
 		}
 	}
-	if d := r.Direct; d.BesideEngine < 0.9*d.Alone || d.Relayed > 0.2 {
+	if d := r.Direct; d.BesideEngine < 0.9*d.Alone || d.Relayed > 0.2 || d.RelayedLongest < 0.5 || d.BesideLongest > 0.95*d.BesideEngine {
 		t.Errorf("%+v", d)
 	}
 	small := multipath.Options{

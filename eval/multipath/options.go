@@ -87,7 +87,7 @@ func (p Part) About() string {
 		CPUPart:       "processor time of the engine (Figure 12)",
 		ChunksPart:    "by chunk size and chunks in flight (Figure 13)",
 		ThresholdPart: "from which size on relays pay (Figure 14)",
-		DirectPart:    "copies between GPUs beside copies of all of them (Table 2)",
+		DirectPart:    "GPU to GPU beside all copies, direct first on and off (Table 2)",
 	}[p]
 }
 

@@ -47,6 +47,9 @@ func (r *Result) Figures() map[string]Chart {
 	if r.Threshold != nil {
 		figures["multipath-threshold"] = r.Threshold.figure(on)
 	}
+	if r.Direct != nil {
+		figures["multipath-direct"] = r.Direct.figure(on)
+	}
 	return figures
 }
 

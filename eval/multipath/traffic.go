@@ -490,6 +490,9 @@ type Direct struct {
 	BesideEngine float64 `json:"beside_engine_bytes_per_s"`
 	// Relayed is the part of the engine's bytes that went over relays.
 	Relayed float64 `json:"relayed_fraction"`
+	// The same where the GPUs' own copies have no precedence on their links.
+	BesideLongest  float64 `json:"beside_engine_no_direct_first_bytes_per_s"`
+	RelayedLongest float64 `json:"relayed_fraction_no_direct_first"`
 }
 
 func (r *rig) betweenGPUs(ctx context.Context) (*Direct, error) {
@@ -508,20 +511,25 @@ func (r *rig) betweenGPUs(ctx context.Context) (*Direct, error) {
 		rates, err := r.busyRates(ctx, append([]flow{f}, owns...))
 		return rates[:min(1, len(rates))], err
 	}}
-	second := &cell{run: func(ctx context.Context) ([]float64, error) { return r.besideEngine(ctx, f) }}
+	engined := func(longest bool) *cell {
+		return &cell{run: func(ctx context.Context) ([]float64, error) { return r.besideEngine(ctx, f, longest) }}
+	}
+	second, third := engined(false), engined(true)
 	alone := r.flowCell([]flow{f})
-	if err := r.measure(ctx, DirectPart, r.o.Rounds, []*cell{alone, first, second}); err != nil {
+	if err := r.measure(ctx, DirectPart, r.o.Rounds, []*cell{alone, first, second, third}); err != nil {
 		return nil, err
 	}
-	x.Alone, x.BesidePlain, x.BesideEngine, x.Relayed = alone.median(0), first.median(0), second.median(0), second.median(1)
+	x.Alone, x.BesidePlain = alone.median(0), first.median(0)
+	x.BesideEngine, x.Relayed = second.median(0), second.median(1)
+	x.BesideLongest, x.RelayedLongest = third.median(0), third.median(1)
 	return x, nil
 }
 
 // besideEngine is the rate of a flow while one engine copies from the host to all GPUs, each a
-// relay for the others, and the part of the bytes that was relayed.
-func (r *rig) besideEngine(ctx context.Context, f flow) (values []float64, err error) {
+// relay for the others, with direct first or by the longest queue, and the part of the bytes that was relayed.
+func (r *rig) besideEngine(ctx context.Context, f flow, longest bool) (values []float64, err error) {
 	n := r.o.targetBytes()
-	err = r.with(r.o.GPU, tuning{relays: r.o.gpus()}, func(e *engine) error {
+	err = r.with(r.o.GPU, tuning{relays: r.o.gpus(), longest: longest}, func(e *engine) error {
 		copies := func() error {
 			for range engineTurns {
 				var err error
@@ -585,9 +593,36 @@ type waiter interface {
 }
 
 func (x *Direct) table(b *strings.Builder) {
-	fmt.Fprintf(b, "copies from %s to %s beside copies of all GPUs from the host, GB/s (Table 2)\n", x.From, x.To)
+	fmt.Fprintf(b, "copies from %s to %s beside copies of all GPUs from the host (Table 2)\n", x.From, x.To)
 	w := tabwriter.NewWriter(b, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintf(w, "alone\t%s\t\nbeside plain copies\t%s\t\nbeside the engine\t%s\t\n", gb(x.Alone), gb(x.BesidePlain), gb(x.BesideEngine))
+	fmt.Fprintln(w, "\tGB/s\trelayed\t")
+	fmt.Fprintf(w, "%s\t%s\t\t\n%s\t%s\t\t\n", directAlone, gb(x.Alone), directPlain, gb(x.BesidePlain))
+	fmt.Fprintf(w, "%s\t%s\t%.1f %%\t\n%s\t%s\t%.1f %%\t\n", directOn, gb(x.BesideEngine), 100*x.Relayed, directOff, gb(x.BesideLongest), 100*x.RelayedLongest)
 	w.Flush() //nolint:errcheck // writing to memory does not fail
-	fmt.Fprintf(b, "%.1f %% of the engine's bytes went over relays: each GPU's own chunks go first\n\n", 100*x.Relayed)
+	b.WriteString("direct first: each GPU's own chunks go first on its link; relayed: part of the engine's bytes that went over other GPUs' links\n\n")
+}
+
+// What stands beside the copies between GPUs.
+const (
+	directAlone = "alone"
+	directPlain = "beside plain copies"
+	directOn    = "beside the engine"
+	directOff   = "beside the engine without direct first"
+)
+
+func (x *Direct) figure(on string) *figure.Bars {
+	chart := &figure.Bars{
+		Title:  "Copies between two GPUs beside copies of all GPUs from the host",
+		Note:   fmt.Sprintf("From %s to %s; %.0f %% of the engine's bytes are relayed, %.0f %% without direct first; on %s", x.From, x.To, 100*x.Relayed, 100*x.RelayedLongest, on),
+		X:      figure.Axis{Label: "GB/s"},
+		Series: []string{"copies between the GPUs"},
+		Value:  func(v float64) string { return fmt.Sprintf("%.0f", v) },
+	}
+	for _, g := range []struct {
+		name string
+		rate float64
+	}{{directAlone, x.Alone}, {directPlain, x.BesidePlain}, {directOn, x.BesideEngine}, {directOff, x.BesideLongest}} {
+		chart.Groups = append(chart.Groups, figure.Group{Name: g.name, Values: []float64{g.rate / 1e9}})
+	}
+	return chart
 }

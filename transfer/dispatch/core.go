@@ -77,10 +77,15 @@ type Core struct {
 	// Yields: a link that copies slower than it could, because others use it too, relays
 	// nothing for as long as its last chunk took. Default: it goes on.
 	Yields bool
+	// NoDirectFirst: of requests of one class that relays carry, a link's own have no precedence over
+	// others': it takes a chunk of those of which most waits. To measure what the precedence is worth.
+	NoDirectFirst bool
 
 	links  []*link
 	queues []*queue
 	seq    uint64
+	// takes is the number of chunks that links have taken.
+	takes uint64
 	// waiting are the requests that wait for each point; freeLists is a freelist.
 	waiting   map[device.Point]*waiters
 	freeLists []*waiters

@@ -38,6 +38,10 @@
 // than RelayFrom bytes, which are those of the request or of all that wait for the same link:
 // many small ones count as a large one.
 //
+// With Core.NoDirectFirst a link's own requests have no precedence over others' of their class, unless
+// relays do not carry them: the same rules choose among all, and of queues of one length that of which
+// the link took a chunk longest ago. That is to measure what direct first is worth (Table 2 of the paper).
+//
 // Near the end of a queue a fixed chunk is too coarse: a link that has just taken one would copy
 // it while the others idle. So the chunks become smaller: half of what is left for the link if
 // all links ended at the same time (Core.share), between a quarter of RelayChunkBytes and all of

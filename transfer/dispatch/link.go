@@ -96,6 +96,8 @@ type link struct {
 	meter   meter
 	// pausedUntil is when the link takes chunks of others again, see Core.Yields.
 	pausedUntil time.Duration
+	// latest is the number of the last chunk that the link took of its own requests, in the order of all.
+	latest uint64
 }
 
 // AddLink adds a link and returns its number.
@@ -195,15 +197,11 @@ type pick struct {
 }
 
 // next is the chunk that the link takes next: of its own requests, unless one that it relays
-// has a higher class.
+// has a higher class, or goes first with NoDirectFirst.
 func (c *Core) next(l *link) (p pick) {
 	r := l.queue.next(l, false)
 	if l.relay != nil {
-		above := -1
-		if r != nil {
-			above = int(r.Class)
-		}
-		if p = c.steal(l, above); p.request != nil && !l.full(p.bytes, true) {
+		if p = c.steal(l, r); p.request != nil && !l.full(p.bytes, true) {
 			return p
 		}
 	}
@@ -225,6 +223,11 @@ func (c *Core) next(l *link) (p pick) {
 // take takes the chunk from its request.
 func (c *Core) take(l *link, p pick) *flight {
 	r := p.request
+	if c.takes++; p.hop != nil {
+		p.hop.hop.latest = c.takes
+	} else {
+		l.latest = c.takes
+	}
 	var f *flight
 	if p.hop == nil && len(r.returned) > 0 {
 		f = r.returned[0]

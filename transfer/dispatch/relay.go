@@ -42,6 +42,8 @@ type hop struct {
 	// delay is how long it takes from the launch of a chunk until the host knows that it has
 	// landed: a moving average.
 	delay time.Duration
+	// latest is the number of the last chunk that the relay took over the hop, in the order of all.
+	latest uint64
 }
 
 // trouble counts failures of relayed chunks.
@@ -161,15 +163,26 @@ func (c *Core) assist(l *link) {
 // longQueue is a queue's length, in bytes, from which on it counts as no longer than others.
 const longQueue = 1 << 30
 
-// steal is the chunk of another link's requests that a link takes over its relay: of a class above
-// this one; of these the highest; the preferred space's; that of the longest queue.
-func (c *Core) steal(l *link, above int) (p pick) {
+// steal is the chunk of another link's requests that a link takes over its relay, where it could take one
+// of its own request, or that is nil: of a higher class; of these the highest; the preferred space's; that of
+// the longest queue. Without direct first one of the same class may go before its own by these rules, too; of
+// queues of one length that of which the link took a chunk longest ago.
+func (c *Core) steal(l *link, own *Request) (p pick) {
 	b := l.relay
 	if !slices.Contains(b.buffers, false) || c.pauses(l) {
 		return pick{}
 	}
 	var most int64
 	var preferred bool
+	var latest uint64
+	above := -1
+	if own != nil {
+		above = int(own.Class)
+	}
+	if own != nil && c.NoDirectFirst && len(own.returned) == 0 && c.relayed(l, own) {
+		above--
+		p.request, most, preferred, latest = own, l.waiting(own.Class, longQueue), c.prefers(l), l.latest
+	}
 	for _, h := range b.hops {
 		d := h.hop.direct(c)
 		if d == nil || !h.usable() {
@@ -179,12 +192,12 @@ func (c *Core) steal(l *link, above int) (p pick) {
 		if r == nil || int(r.Class) <= above {
 			continue
 		}
-		wants := c.Preferred != device.Host && (d.From == c.Preferred || d.To == c.Preferred)
+		wants := c.prefers(d)
 		waiting := d.waiting(r.Class, longQueue)
 		if q := p.request; q != nil {
 			switch {
 			case r.Class < q.Class, r.Class == q.Class && preferred && !wants,
-				r.Class == q.Class && preferred == wants && waiting <= most:
+				r.Class == q.Class && preferred == wants && (waiting < most || waiting == most && (!c.NoDirectFirst || h.hop.latest >= latest)):
 				continue
 			}
 		}
@@ -193,9 +206,17 @@ func (c *Core) steal(l *link, above int) (p pick) {
 			continue
 		}
 		p = pick{request: r, hop: h, limit: limit, bytes: chunkSize(r.bytes-r.launched, limit)}
-		most, preferred = waiting, wants
+		most, preferred, latest = waiting, wants, h.hop.latest
+	}
+	if p.hop == nil {
+		return pick{}
 	}
 	return p
+}
+
+// prefers reports whether the requests of a link are the preferred space's.
+func (c *Core) prefers(l *link) bool {
+	return c.Preferred != device.Host && (l.From == c.Preferred || l.To == c.Preferred)
 }
 
 // board reserves what a chunk needs to take a hop beside a link, in the order of its way.

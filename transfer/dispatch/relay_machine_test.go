@@ -15,7 +15,7 @@ import (
 
 // TestRelayMachine is a host with three GPUs, of which any may relay, by random histories that
 // copy real bytes: each arrives where it should, a buffer has one chunk at a time, what Landed
-// counts has landed, links keep their limits and order, relays that fail, are lost or removed
+// counts has landed, links keep their limits and order, with direct first and without, relays that fail, are lost or removed
 // fail no request, and a relay is drained when nothing is in its buffers.
 func TestRelayMachine(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
@@ -33,6 +33,8 @@ func TestRelayMachine(t *testing.T) {
 type relayed struct {
 	*Request
 	src, dst []byte
+	// taken is the number of bytes whose launch the model has seen.
+	taken int64
 	// harmed: a chunk failed or was refused on a link of its own.
 	harmed, canceled, ended bool
 	err                     error
@@ -69,11 +71,16 @@ type relays struct {
 	relayed []Action
 	addr    device.Addr
 	now     time.Duration
+	// cut are the chunks whose launch the model has seen. unsure: a launch was refused before the core's
+	// other actions were carried out, so that it decided on some of them without knowing.
+	cut    map[Chunk]bool
+	unsure bool
 }
 
 func newRelays(t *rapid.T) *relays {
-	m := &relays{t: t, sets: map[int]*bufferSet{}}
+	m := &relays{t: t, sets: map[int]*bufferSet{}, cut: map[Chunk]bool{}}
 	m.core.Yields = rapid.Bool().Draw(t, "yields")
+	m.core.NoDirectFirst = rapid.Bool().Draw(t, "no direct first")
 	m.core.Preferred = device.Space(rapid.IntRange(0, 3).Draw(t, "preferred"))
 	rate := rapid.SampledFrom([]float64{0, 1e9}).Draw(t, "rate")
 	for gpu := device.Space(1); gpu <= 3; gpu++ {
@@ -161,6 +168,7 @@ func (m *relays) own(r *Request) int {
 
 func (m *relays) act() {
 	m.core.At(m.now)
+	m.unsure = false
 	for a, ok := m.core.Next(); ok; a, ok = m.core.Next() {
 		switch a.Kind {
 		case Launch:
@@ -221,8 +229,12 @@ func (m *relays) launch(a Action) {
 	} else {
 		m.checkRelay(l, a)
 	}
+	if !m.cut[a.Chunk] {
+		m.cut[a.Chunk] = true
+		c.taken += a.Chunk.Bytes
+	}
 	if l.refuses {
-		l.refuses = false
+		l.refuses, m.unsure = false, true
 		m.harm(a)
 		m.core.Refused(a.Link, a.Slot, errChunk)
 		return
@@ -281,12 +293,36 @@ func (m *relays) checkRelay(l *lane, a Action) {
 	if waiting < 100 {
 		m.t.Fatalf("a chunk of a request of %d bytes is relayed, with at most %d waiting", r.bytes, waiting)
 	}
+	if via.broken || a.Link != a.Via.Relay {
+		return
+	}
+	own := m.waiting(via.From, via.To, r.Class)
 	for _, o := range m.requests {
-		// The link's own requests go first, unless their class is lower.
-		if o.From == via.From && o.To == via.To && o.Class >= r.Class && o.launched < o.bytes && o.failure == nil && !o.ended && !via.broken && a.Link == a.Via.Relay {
+		if o.From != via.From || o.To != via.To || o.Class < r.Class || o.launched == o.bytes || o.failure != nil || o.ended {
+			continue
+		}
+		// The link's own requests go first, unless their class is lower, or more waits of others'.
+		switch {
+		case !m.core.NoDirectFirst || o.Class > r.Class:
 			m.t.Fatalf("a chunk of class %d is relayed before one of class %d of the link's own", r.Class, o.Class)
+		case m.unsure || m.core.Preferred != device.Host && r.To == m.core.Preferred:
+		case m.core.Preferred != device.Host && o.To == m.core.Preferred:
+			m.t.Fatal("a chunk is relayed before one of the link's own, the preferred GPU's")
+		case m.waiting(r.From, r.To, r.Class) < own:
+			m.t.Fatalf("a chunk of %d waiting bytes is relayed before the link's own, of which %d wait", m.waiting(r.From, r.To, r.Class), own)
 		}
 	}
+}
+
+// waiting is the number of bytes of at least a class that relays may carry and whose launch the model has not
+// seen.
+func (m *relays) waiting(from, to device.Space, class uint8) (n int64) {
+	for _, o := range m.requests {
+		if o.From == from && o.To == to && o.Class >= class && !o.Direct && o.failure == nil && !o.ended {
+			n += o.bytes - o.taken
+		}
+	}
+	return n
 }
 
 // harm notes a failure of a chunk on a link of its own.

@@ -40,7 +40,8 @@ type script struct {
 //	remove-relay H
 //	at us=5                                          the time of what follows
 //	prefer to=2                                      Core.Preferred
-//	submit name=A bytes=20 [pieces=(4,4,4|4)] [class=1] [after=(p,q)] [done=r] [from=0] [to=1] [turns]
+//	no-direct-first                                  Core.NoDirectFirst
+//	submit name=A bytes=20 [pieces=(4,4,4|4)] [class=1] [after=(p,q)] [done=r] [from=0] [to=1] [turns] [direct]
 //	    pieces have bytes of their own; a bar stands where the next is adjacent to it
 //	reached p | failed p | blind p                   a point
 //	landed H 0 | failed H 0 | refused H 0 | lost H 0 the chunk in slot 0 of H
@@ -125,10 +126,12 @@ func (s *script) run(t *testing.T, d *datadriven.TestData) {
 		s.core.RemoveRelay(link)
 	case "prefer":
 		s.core.Preferred = device.Space(to)
+	case "no-direct-first":
+		s.core.NoDirectFirst = true
 	case "at":
 		s.core.At(time.Duration(us) * time.Microsecond)
 	case "submit":
-		r = &Request{From: device.Space(from), To: device.Space(to), Class: uint8(class), TakesTurns: d.HasArg("turns"), Owner: name}
+		r = &Request{From: device.Space(from), To: device.Space(to), Class: uint8(class), TakesTurns: d.HasArg("turns"), Direct: d.HasArg("direct"), Owner: name}
 		if pieces == "" {
 			pieces = strconv.Itoa(bytes)
 		}

@@ -159,7 +159,7 @@ func (c *Core) partners(direct *link, class uint8, chunk int64) []part {
 		if !h.usable() || c.pauses(l) {
 			continue
 		}
-		if own := l.queue.next(l, false); own == nil || own.Class < class {
+		if own := l.queue.next(l, false); own == nil || own.Class < class || c.NoDirectFirst && own.Class == class {
 			add(l, h)
 		}
 	}

@@ -26,6 +26,8 @@ type Options struct {
 	Seed  uint64
 	// Yields is dispatch.Core.Yields.
 	Yields bool
+	// NoDirectFirst is dispatch.Core.NoDirectFirst.
+	NoDirectFirst bool
 	// PieceBytes, if set, is the size of the pieces of which requests consist.
 	PieceBytes int64
 }
@@ -92,7 +94,7 @@ func (m *Machine) Copy(bytes int64, o Options) time.Duration {
 func (m *Machine) Run(requests []Request, o Options) Result {
 	r := &run{m: m, o: o, random: rand.New(rand.NewPCG(o.Seed, 1)), left: len(requests)}
 	r.result.Ended = make([]time.Duration, len(requests))
-	r.core.Yields = o.Yields
+	r.core.Yields, r.core.NoDirectFirst = o.Yields, o.NoDirectFirst
 	r.build()
 	next := 0
 	for r.left > 0 {

@@ -180,7 +180,8 @@ func TestCrawlingLink(t *testing.T) {
 	}
 }
 
-// TestDirectFirst: GPUs that all have copies of their own relay little for others, and end together.
+// TestDirectFirst: GPUs that all have copies of their own relay little for others, and end together; without
+// direct first they relay most of it.
 func TestDirectFirst(t *testing.T) {
 	m := h200(4)
 	var requests []Request
@@ -191,6 +192,13 @@ func TestDirectFirst(t *testing.T) {
 	t.Logf("%d GPUs, 1 GiB each: %v, of which relays carried %.1f %%; host busy for %v", m.GPUs, r.Last, 100*float64(r.Relayed)/float64(m.GPUs<<30), r.HostBusy)
 	if alone := m.Static(1<<30, []float64{1, 0, 0, 0}, 0); r.Last > alone*105/100 || r.Relayed > int64(m.GPUs)<<30/50 {
 		t.Errorf("%v with %d bytes relayed, and %v for each alone", r.Last, r.Relayed, alone)
+	}
+	o := Default()
+	o.NoDirectFirst = true
+	off := m.Run(requests, o)
+	t.Logf("without direct first: %v, %.1f %%; host busy for %v", off.Last, 100*float64(off.Relayed)/float64(m.GPUs<<30), off.HostBusy)
+	if off.Relayed < int64(m.GPUs)<<30/2 {
+		t.Errorf("without direct first: %d bytes relayed", off.Relayed)
 	}
 }
 
