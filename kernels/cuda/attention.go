@@ -28,6 +28,16 @@ const (
 	longContext, longParts = 16 << 10, 4 << 10
 )
 
+const (
+	// attention_128_wide computes heads of wideHead elements. A block has all tiles of a chunk in
+	// shared memory, the queries, and the ends of each tile's queries.
+	wideHead, wideWarps = 128, chunkTokens / attentionTile
+	wideSharedBytes     = (2*chunkTokens+queriesPerWarp)*2*wideHead + wideWarps*queriesPerWarp*8
+	// wideWaves is the number of its blocks per multiprocessor, one after another, up to which it is
+	// faster than blocks of one warp, of which many share a multiprocessor.
+	wideWaves = 2
+)
+
 // attentionSharedBytes is the shared memory of a block: its stages of 32 keys and values, and
 // its queries (see attend in attention.cu).
 func attentionSharedBytes(d, warps int) int {
@@ -98,15 +108,19 @@ func (l *streamState) attention(o *kernels.Attention) error {
 			a.sums, a.ends = uint64(l.work.Addr), uint64(l.work.Addr)+uint64(parts)*uint64(d)*4
 			a.chunks, g.z = int32(chunks), chunks
 		}
+		k, wide := name, l.b.attendsWide(sequences*kvHeads, chunks, d) && split == (chunks > 1)
+		if wide {
+			k, g.threads, g.shared = attentionWide, 32*wideWarps, wideSharedBytes
+		}
 		// With enough blocks, a block computes several KV heads: it loads the first keys of the
 		// next while it computes the last.
 		tiles := ceil(o.MaxContext, attentionTile)
-		for !split && kvHeads%(2*int(a.each)) == 0 && 2*int(a.each)*tiles <= attentionTiles &&
+		for !wide && !split && kvHeads%(2*int(a.each)) == 0 && 2*int(a.each)*tiles <= attentionTiles &&
 			sequences*kvHeads >= 2*int(a.each)*attentionBlocks*l.b.multiprocessors {
 			a.each *= 2
 			g.y /= 2
 		}
-		if err := launch(l, o.Name(), name, g, &a); err != nil {
+		if err := launch(l, o.Name(), k, g, &a); err != nil {
 			return err
 		}
 		if split {
@@ -125,6 +139,13 @@ func (l *streamState) attention(o *kernels.Attention) error {
 	a.maxRows, a.tiles = math.MaxInt32, int32(ceil(o.MaxSeqTokens, many))
 	g := grid{x: sequences * int(a.tiles), y: kvHeads, threads: 128, shared: attentionSharedBytes(headSizes[size], 4)}
 	return launch(l, o.Name(), name+1, g, &a)
+}
+
+// attendsWide reports whether attention of few tokens of that many sequences times KV heads, in
+// contexts of that many chunks, is computed by attention_128_wide. Its results differ in their last
+// bits from those of longer prompts, so it is not with Options.BatchInvariant.
+func (b *Backend) attendsWide(heads, chunks, d int) bool {
+	return b.largeSmem && !b.o.BatchInvariant && d == wideHead && heads*chunks <= wideWaves*b.multiprocessors
 }
 
 // splitAttention reports whether the chunks of sequences with so many rows (tokens in the step)

@@ -433,7 +433,7 @@ func TestEmulated(t *testing.T) {
 			t.Parallel()
 			kernelstest.Run(t, func(t *testing.T) (device.Machine, kernels.Backend, device.Stream) {
 				m, b, s := emulate(t, Options{Activation: c.act, BatchInvariant: c.invariant}, c.multiprocessors)
-				b.hopper = c.hopper
+				b.hopper, b.largeSmem = c.hopper, c.hopper
 				r := b.run.(*simtRunner)
 				r.work = b.work.Range(0, min(b.work.Bytes(), 1<<16))
 				return m, overlapping{b, r}, s

@@ -48,6 +48,82 @@ DEVICE query_span find_span(const attention_args &a, int tile_rows) {
   return s;
 }
 
+// Offset in shared memory of a chunk of 16 bytes of a row of d elements, swizzled: eight rows are in
+// different banks.
+template <int d>
+DEVICE int swizzled(int row, int chunk) {
+  return row * d * 2 + ((chunk ^ (d % 64 == 0 ? row & 7 : row >> 1 & 3)) << 4);
+}
+
+// Adds a tile of positions to the state of a warp's queries: their maximum scores, the sums of
+// weights of this thread's columns, and the weighted sums of values. A thread has rows lane/4 and
+// lane/4 + 8, which attend to positions attends_from to attends_to.
+template <int d>
+DEVICE void attend_tile(const u32 (&q)[d / 16][4], const unsigned char *keys, const unsigned char *values, int tile, const int (&attends_from)[2],
+                        const int (&attends_to)[2], float scale, float (&row_max)[2], float (&sum)[2], float (&part)[d / 8][4]) {
+  int lane = threadIdx.x & 31;
+  float score[tile_tokens / 8][4] = {};
+#pragma unroll
+  for (int i = 0; i < d / 16; i++)
+#pragma unroll
+    for (int j = 0; j < tile_tokens / 8; j += 2) {
+      u32 k[4];
+      load_matrices(k, keys + swizzled<d>(j * 8 + (lane >> 4) * 8 + (lane & 7), i * 2 + (lane >> 3 & 1)));
+      mma(score[j], q[i], k[0], k[1]);
+      mma(score[j + 1], q[i], k[2], k[3]);
+    }
+
+  float rescale[2];
+  bool changed = false;  // whether the accumulators must be rescaled
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    float tile_max = neg_infinity;
+#pragma unroll
+    for (int j = 0; j < tile_tokens / 8; j++)
+#pragma unroll
+      for (int c = 2 * h; c < 2 * h + 2; c++) {
+        int p = tile * tile_tokens + j * 8 + (lane & 3) * 2 + (c & 1);
+        bool seen = p >= attends_from[h] && p <= attends_to[h];
+        score[j][c] = seen ? __fmul_rn(score[j][c], scale) : neg_infinity;
+        tile_max = fmaxf(tile_max, score[j][c]);
+      }
+    tile_max = fmaxf(tile_max, __shfl_xor_sync(all_lanes, tile_max, 1));
+    tile_max = fmaxf(tile_max, __shfl_xor_sync(all_lanes, tile_max, 2));
+    float now = fmaxf(row_max[h], tile_max), base = now == neg_infinity ? 0.f : now;
+    rescale[h] = row_max[h] == now ? 1.f : exp2_fast(__fadd_rn(row_max[h], -base));
+    changed |= row_max[h] != now && row_max[h] != neg_infinity;
+    row_max[h] = now;
+    float added = 0;
+#pragma unroll
+    for (int j = 0; j < tile_tokens / 8; j++)
+#pragma unroll
+      for (int c = 2 * h; c < 2 * h + 2; c++) {
+        score[j][c] = exp2_fast(__fadd_rn(score[j][c], -base));
+        added = __fadd_rn(added, score[j][c]);
+      }
+    sum[h] = __fmaf_rn(sum[h], rescale[h], added);
+  }
+  if (__ballot_sync(all_lanes, changed)) {
+#pragma unroll
+    for (int j = 0; j < d / 8; j++)
+#pragma unroll
+      for (int c = 0; c < 4; c++) part[j][c] = __fmul_rn(part[j][c], rescale[c / 2]);
+  }
+
+#pragma unroll
+  for (int i = 0; i < tile_tokens / 16; i++) {
+    u32 p[4] = {pack_act(score[2 * i][0], score[2 * i][1]), pack_act(score[2 * i][2], score[2 * i][3]),
+                pack_act(score[2 * i + 1][0], score[2 * i + 1][1]), pack_act(score[2 * i + 1][2], score[2 * i + 1][3])};
+#pragma unroll
+    for (int j = 0; j < d / 8; j += 2) {
+      u32 v[4];
+      load_matrices_transposed(v, values + swizzled<d>(i * 16 + (lane & 15), j + (lane >> 4)));
+      mma(part[j], p, v[0], v[1]);
+      mma(part[j + 1], p, v[2], v[3]);
+    }
+  }
+}
+
 // d is the head size, rounded up to what is instantiated.
 template <int d, int warps>
 DEVICE void attend(const attention_args &a, unsigned char *memory) {
@@ -59,8 +135,7 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
   constexpr bool even = threads % chunks == 0;  // a thread copies the same chunk of the row in all passes
   static_assert(tile_tokens * chunks % threads == 0, "each warp brings whole passes");
   unsigned char *ring = memory, *query_tile = memory + stages * stage_bytes;  // queries of one head
-  // Offset of a row's chunk in shared memory, swizzled: eight rows are in different banks.
-  auto chunk_at = [](int row, int chunk) { return row * row_bytes + ((chunk ^ (d % 64 == 0 ? row & 7 : row >> 1 & 3)) << 4); };
+  auto chunk_at = [](int row, int chunk) { return swizzled<d>(row, chunk); };
 
   // Starts, lengths and block table are not written by preceding kernels; queries, keys and
   // values are.
@@ -201,66 +276,7 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
     const unsigned char *keys = ring + slot * stage_bytes, *values = keys + half_bytes;
     if (++slot == stages) slot = 0;
 
-    float score[tile_tokens / 8][4] = {};
-#pragma unroll
-    for (int i = 0; i < d / 16; i++)
-#pragma unroll
-      for (int j = 0; j < tile_tokens / 8; j += 2) {
-        u32 k[4];
-        load_matrices(k, keys + chunk_at(j * 8 + (lane >> 4) * 8 + (lane & 7), i * 2 + (lane >> 3 & 1)));
-        mma(score[j], q[i], k[0], k[1]);
-        mma(score[j + 1], q[i], k[2], k[3]);
-      }
-
-    float rescale[2];
-    bool changed = false;  // whether the accumulators must be rescaled
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      float tile_max = neg_infinity;
-#pragma unroll
-      for (int j = 0; j < tile_tokens / 8; j++)
-#pragma unroll
-        for (int c = 2 * h; c < 2 * h + 2; c++) {
-          int p = tile * tile_tokens + j * 8 + (lane & 3) * 2 + (c & 1);
-          bool seen = p >= attends_from[h] && p <= attends_to[h];
-          score[j][c] = seen ? __fmul_rn(score[j][c], a.scale) : neg_infinity;
-          tile_max = fmaxf(tile_max, score[j][c]);
-        }
-      tile_max = fmaxf(tile_max, __shfl_xor_sync(all_lanes, tile_max, 1));
-      tile_max = fmaxf(tile_max, __shfl_xor_sync(all_lanes, tile_max, 2));
-      float now = fmaxf(row_max[h], tile_max), base = now == neg_infinity ? 0.f : now;
-      rescale[h] = row_max[h] == now ? 1.f : exp2_fast(__fadd_rn(row_max[h], -base));
-      changed |= row_max[h] != now && row_max[h] != neg_infinity;
-      row_max[h] = now;
-      float added = 0;
-#pragma unroll
-      for (int j = 0; j < tile_tokens / 8; j++)
-#pragma unroll
-        for (int c = 2 * h; c < 2 * h + 2; c++) {
-          score[j][c] = exp2_fast(__fadd_rn(score[j][c], -base));
-          added = __fadd_rn(added, score[j][c]);
-        }
-      sum[h] = __fmaf_rn(sum[h], rescale[h], added);
-    }
-    if (__ballot_sync(all_lanes, changed)) {
-#pragma unroll
-      for (int j = 0; j < d / 8; j++)
-#pragma unroll
-        for (int c = 0; c < 4; c++) part[j][c] = __fmul_rn(part[j][c], rescale[c / 2]);
-    }
-
-#pragma unroll
-    for (int i = 0; i < tile_tokens / 16; i++) {
-      u32 p[4] = {pack_act(score[2 * i][0], score[2 * i][1]), pack_act(score[2 * i][2], score[2 * i][3]),
-                  pack_act(score[2 * i + 1][0], score[2 * i + 1][1]), pack_act(score[2 * i + 1][2], score[2 * i + 1][3])};
-#pragma unroll
-      for (int j = 0; j < d / 8; j += 2) {
-        u32 v[4];
-        load_matrices_transposed(v, values + chunk_at(i * 16 + (lane & 15), j + (lane >> 4)));
-        mma(part[j], p, v[0], v[1]);
-        mma(part[j + 1], p, v[2], v[3]);
-      }
-    }
+    attend_tile<d>(q, keys, values, tile, attends_from, attends_to, a.scale, row_max, sum, part);
 
     tile++;
     if (tile * tile_tokens % chunk_tokens != 0 && tile < to) continue;
@@ -339,6 +355,120 @@ ATTENTION(32)
 ATTENTION(64)
 ATTENTION(96)
 ATTENTION(128)
+
+// The same for heads of 128 elements of few sequences with few tokens each, where a block of one
+// warp would compute one tile of positions after the other: warp w of a block has tile w of its chunk.
+// The tiles' parts are joined at the end, so results differ from those of attend in their last bits.
+constexpr int wide_warps = chunk_tokens / tile_tokens;
+
+KERNEL(32 * wide_warps, 1) attention_128_wide(const attention_args a) {
+  constexpr int d = 128, chunks = d / 8, half_bytes = tile_tokens * d * 2;
+  DYNAMIC_SHARED(memory);
+  launch_dependents();
+  query_span s = find_span(a, 16 / a.group);
+  int from = blockIdx.z * chunk_tokens, queries = s.rows * a.group;
+  if (s.rows == 0 || from >= s.end || from + chunk_tokens <= s.begin) {  // uniform over the block
+    wait_dependencies();
+    return;
+  }
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, kv_head = blockIdx.y;
+  int tile = from / tile_tokens + warp, p = tile * tile_tokens + lane;
+  bool some = tile * tile_tokens < s.end && (tile + 1) * tile_tokens > s.begin;  // uniform over the warp
+  unsigned char *keys = memory + warp * 2 * half_bytes, *values = keys + half_bytes, *query_tile = memory + wide_warps * 2 * half_bytes;
+  float2 *ends = (float2 *)(query_tile + 16 * d * 2);  // of each warp and query
+  int in = a.shift >= 0 ? p >> a.shift : p / a.tokens;
+  int block = p >= s.begin && p < s.end ? load_early((const int *)a.table + s.sequence * a.table_row + in) : -1;
+  i64 k_at = -1, v_at = -1;
+  if (block >= 0 && block < a.blocks) {
+    i64 token = p - in * a.tokens;
+    k_at = block * a.k_block + token * a.k_token + kv_head * a.k_head;
+    v_at = block * a.v_block + token * a.v_token + kv_head * a.v_head;
+  }
+  wait_dependencies();
+
+  for (int item = threadIdx.x; item < queries * chunks; item += 32 * wide_warps) {
+    int i = item / chunks, chunk = item % chunks;
+    const u16 *head = (const u16 *)a.q + (s.row0 + i / a.group) * a.q_row + (kv_head * a.group + i % a.group) * a.q_head;
+    unsigned char *to = query_tile + swizzled<d>(i, chunk);
+    if (a.q_aligned) {
+      copy_async(to, head + chunk * 8, 16);
+    } else {
+      float v[8];
+      load8(v, head, act_type, chunk * 8, 8, false);
+      *(uint4 *)to = pack(v);
+    }
+  }
+  if (some) {
+#pragma unroll
+    for (int i = 0; i < tile_tokens / 2; i++) {
+      int row = i * 2 + lane / chunks, chunk = lane % chunks, at = swizzled<d>(row, chunk);
+      i64 k_row = __shfl_sync(all_lanes, k_at, row), v_row = k_row;
+      if (!a.v_as_k) v_row = __shfl_sync(all_lanes, v_at, row);
+      bool there = k_row >= 0;
+      copy_async(keys + at, (const u16 *)a.k + (there ? k_row + chunk * 8 : 0), there ? 16 : 0);
+      copy_async(values + at, (const u16 *)a.v + (there ? v_row + chunk * 8 : 0), there ? 16 : 0);
+    }
+  }
+  copy_commit();
+  copy_wait<0>();
+  __syncthreads();
+
+  float row_max[2] = {neg_infinity, neg_infinity}, sum[2] = {}, part[d / 8][4] = {};
+  if (some) {
+    int attends_from[2], attends_to[2];
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      int row = (h * 8 + (lane >> 2)) / a.group;
+      attends_to[h] = row < s.rows ? s.position + row : -1;
+      attends_from[h] = a.window > 0 ? s.position + row - a.window + 1 : 0;
+    }
+    u32 q[d / 16][4];
+#pragma unroll
+    for (int i = 0; i < d / 16; i++) load_matrices(q[i], query_tile + swizzled<d>(lane & 15, i * 2 + (lane >> 4)));
+    attend_tile<d>(q, keys, values, tile, attends_from, attends_to, a.scale, row_max, sum, part);
+    __syncwarp();  // what follows overwrites the tile
+  }
+  float *mine = (float *)keys;
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    int i = h * 8 + (lane >> 2);
+    sum[h] = __fadd_rn(sum[h], __shfl_xor_sync(all_lanes, sum[h], 1));
+    sum[h] = __fadd_rn(sum[h], __shfl_xor_sync(all_lanes, sum[h], 2));
+    if (i >= queries) continue;
+    if ((lane & 3) == 0) ends[warp * 16 + i] = make_float2(row_max[h], sum[h]);
+#pragma unroll
+    for (int j = 0; j < d / 8; j++) *(float2 *)(mine + i * d + j * 8 + (lane & 3) * 2) = make_float2(part[j][2 * h], part[j][2 * h + 1]);
+  }
+  __syncthreads();
+  for (int item = threadIdx.x; item < queries * d / 2; item += 32 * wide_warps) {
+    int i = item / (d / 2), column = item % (d / 2) * 2, head = kv_head * a.group + i % a.group;
+    float all_max = neg_infinity, all_sum = 0, x = 0, y = 0;
+#pragma unroll
+    for (int w = 0; w < wide_warps; w++) all_max = fmaxf(all_max, ends[w * 16 + i].x);
+#pragma unroll
+    for (int w = 0; w < wide_warps; w++) {
+      float2 end = ends[w * 16 + i], v = *(const float2 *)((const float *)(memory + w * 2 * half_bytes) + i * d + column);
+      if (end.x == neg_infinity) continue;  // the query attends to nothing of this tile
+      float weight = exp2_fast(__fadd_rn(end.x, -all_max));
+      all_sum = __fmaf_rn(end.y, weight, all_sum);
+      x = __fmaf_rn(v.x, weight, x), y = __fmaf_rn(v.y, weight, y);
+    }
+    i64 n = s.row0 + i / a.group;
+    if (a.chunks > 0) {
+      i64 at = ((s.sequence * (i64)a.max_rows + i / a.group) * a.heads + head) * a.chunks + blockIdx.z;
+      if (column == 0) ((float2 *)a.ends)[at] = make_float2(all_max, all_sum);
+      *(float2 *)((float *)a.sums + at * d + column) = make_float2(x, y);
+      continue;
+    }
+    float inverse = __fdiv_rn(1.f, all_sum);
+    u16 *out = (u16 *)a.out + n * a.out_row + head * a.out_head + column;
+    u32 both = pack_act(__fmul_rn(x, inverse), __fmul_rn(y, inverse));
+    if (a.out_paired)
+      *(u32 *)out = both;
+    else
+      out[0] = (u16)both, out[1] = (u16)(both >> 16);
+  }
+}
 
 // Joins the chunks of one token (blockIdx.x, max_rows of each sequence) and head of Q (blockIdx.y).
 KERNEL(128, 1) attention_join(const attention_args a) {
