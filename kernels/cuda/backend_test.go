@@ -414,17 +414,24 @@ func TestAttentionChoice(t *testing.T) {
 		o.CacheK, o.CacheV = at(2, tensor(kernels.BF16, 160/tokens, tokens, 8, 128)), at(3, tensor(kernels.BF16, 160/tokens, tokens, 8, 128))
 		return o
 	}
-	const prompt = "prompt_128"
+	const prompt, wide = "prompt_128", "attention_128_wide"
 	for _, test := range []struct {
 		name            string
 		op              *kernels.Attention
 		want, invariant string
 	}{
 		{"decode", attention(324, 324, 1, 900, 32, 8, 128), "attention_128_1", prompt},
-		{"one, short", attention(1, 1, 1, 256, 32, 8, 128), "attention_128_1", prompt},
-		{"one, long", attention(1, 1, 1, 900, 32, 8, 128), "attention_128_1 attention_join", "prompt_128 prompt_join"},
+		{"one, short", attention(1, 1, 1, 256, 32, 8, 128), wide, prompt},
+		{"several, short", attention(16, 16, 1, 100, 32, 8, 128), wide, prompt},
+		{"as many as fit twice", attention(33, 33, 1, 100, 32, 8, 128), wide, prompt},
+		{"more", attention(34, 34, 1, 100, 32, 8, 128), "attention_128_1", prompt},
+		{"one, long", attention(1, 1, 1, 900, 32, 8, 128), wide + " attention_join", "prompt_128 prompt_join"},
+		{"one, longer", attention(1, 1, 1, 8448, 32, 8, 128), wide + " attention_join", "prompt_128 prompt_join"},
+		{"one, longer still", attention(1, 1, 1, 8449, 32, 8, 128), "attention_128_1 attention_join", "prompt_128 prompt_join"},
+		{"smaller heads", attention(1, 1, 1, 256, 32, 8, 96), "attention_96_1", "attention_96_1"},
+		{"17 heads to one", attention(1, 1, 1, 256, 34, 2, 128), prompt, prompt},
 		{"no room for partial results", attention(60, 240, 4, 16000, 32, 8, 128), "attention_128_1", prompt},
-		{"prompts", attention(2, 900, 600, 600, 32, 8, 128), "attention_128_1 attention_join prompt_128", "prompt_128 prompt_join prompt_128"},
+		{"prompts", attention(2, 900, 600, 600, 32, 8, 128), wide + " attention_join prompt_128", "prompt_128 prompt_join prompt_128"},
 		{"one prompt", attention(1, 600, 600, 600, 32, 8, 128), prompt, prompt},
 		{"one, very long", attention(1, 1, 1, 128<<10, 32, 8, 128), "prompt_128 prompt_join", "prompt_128 prompt_join"},
 		{"several, long", attention(8, 8, 1, 16<<10, 32, 8, 128), "prompt_128 prompt_join", "prompt_128 prompt_join"},
@@ -440,7 +447,7 @@ func TestAttentionChoice(t *testing.T) {
 	} {
 		for _, invariant := range []bool{false, true} {
 			r, b, s := list(t, Options{BatchInvariant: invariant})
-			b.hopper = true
+			b.hopper, b.largeSmem = true, true
 			if err := b.Enqueue(s, test.op); err != nil {
 				t.Errorf("%s: %v", test.name, err)
 			}
@@ -451,6 +458,40 @@ func TestAttentionChoice(t *testing.T) {
 			if r.names() != want {
 				t.Errorf("%s, batch-invariant %v: kernels %q, want %q", test.name, invariant, r.names(), want)
 			}
+		}
+	}
+}
+
+func TestRouteChoice(t *testing.T) {
+	for _, test := range []struct {
+		rows, experts, k int
+		sorts            bool
+		want             string
+		threads          int
+	}{
+		{1, 128, 8, true, "route_sort", 128},
+		{8, 128, 8, true, "route_sort", 1024},
+		{9, 128, 8, true, "route group_few", 0},
+		{9, 60, 4, true, "route_sort", 576},
+		{17, 60, 4, true, "route group_few", 0},
+		{33, 60, 4, true, "route group", 0},
+		{32, 8, 2, true, "route_sort", 1024},
+		{1, 8, 2, false, "route", 0},
+		{1, 2000, 8, true, "route group_few", 0},
+		{0, 8, 2, true, "group_few", 0}, // offsets are set
+	} {
+		r, b, s := list(t, Options{})
+		op := kernels.Route{
+			Logits: at(1, tensor(kernels.F32, test.rows, test.experts)), IDs: at(2, tensor(kernels.I32, test.rows, test.k)), Weights: at(3, tensor(kernels.F32, test.rows, test.k)),
+		}
+		if test.sorts {
+			op.Offsets, op.Order = at(4, tensor(kernels.I32, test.experts+1)), at(5, tensor(kernels.I32, test.rows*test.k))
+		}
+		if err := b.Enqueue(s, &op); err != nil {
+			t.Errorf("%+v: %v", test, err)
+		}
+		if r.names() != test.want || test.threads > 0 && r.grids[0].threads != test.threads {
+			t.Errorf("%+v: kernels %q, %v", test, r.names(), r.grids)
 		}
 	}
 }

@@ -13,13 +13,8 @@ const (
 	maxExperts = defaultShared / 4 / routeRows
 )
 
-// Up to routeSortRows tokens with routeSortPairs pairs, one per thread, are routed and sorted by
-// one block.
-const (
-	routeSortRows  = 64
-	routeSortPairs = 1024
-	maxWarps       = 32
-)
+// maxThreads is the maximum number of threads of a block.
+const maxThreads = 1024
 
 func (l *streamState) route(o *kernels.Route) error {
 	rows, experts := o.Logits.Shape[0], o.Logits.Shape[1]
@@ -32,8 +27,8 @@ func (l *streamState) route(o *kernels.Route) error {
 		experts: int32(experts), k: int32(o.IDs.Shape[1]), method: int32(o.Method), limit: 2 * o.Jitter,
 	}
 	sorts := !o.Order.None()
-	if warps, shared := routeSortBlock(rows, experts, o.IDs.Shape[1]); sorts && warps > 0 {
-		return launch(l, o.Name(), routeSort, grid{x: 1, threads: 32 * warps, shared: shared}, &routeSortArgs{
+	if g := routeSortGrid(rows, experts, o.IDs.Shape[1]); sorts && g.x > 0 {
+		return launch(l, o.Name(), routeSort, g, &routeSortArgs{
 			route: a, offsets: address(&o.Offsets), order: address(&o.Order),
 		})
 	}
@@ -45,20 +40,15 @@ func (l *streamState) route(o *kernels.Route) error {
 	return l.group(&sorting)
 }
 
-// routeSortBlock returns the warps and the bytes of shared memory of the block that routes and
-// sorts, see route.cu; 0 warps: one block cannot.
-func routeSortBlock(rows, experts, k int) (warps, shared int) {
-	pairs := rows * k
-	if rows == 0 || rows > routeSortRows || pairs > routeSortPairs {
-		return 0, 0
+// routeSortGrid is the block that routes and sorts, see route.cu, if that has enough threads and
+// shared memory.
+func routeSortGrid(rows, experts, k int) (g grid) {
+	threads, pairs := rows*ceil(experts, 32)*32, rows*k
+	shared := 4 * (2*threads + 3*pairs + ceil(pairs, 32)*experts + experts)
+	if threads > 0 && threads <= maxThreads && shared <= defaultShared {
+		g = grid{x: 1, threads: threads, shared: shared}
 	}
-	parts := ceil(pairs, 32)
-	warps = min(max(rows, parts), maxWarps)
-	shared = 4 * (warps*experts + pairs + parts*experts + experts)
-	if shared > defaultShared {
-		return 0, 0
-	}
-	return warps, shared
+	return g
 }
 
 // Up to groupFewPairs pairs are sorted with one warp per expert.

@@ -122,6 +122,18 @@ func testRoute(r *rig) {
 				r.exact(offsets, asFloats(wantOffsets))
 				r.exact(order, asFloats(wantOrder))
 			}
+			if sorts && countsArg.None() {
+				together := make([][]float64, s.n)
+				for n := range together {
+					together[n] = weights.got(n)
+				}
+				sorting := op.Sorting()
+				op.Offsets, op.Order = kernels.Tensor{}, kernels.Tensor{}
+				r.do(&op, &sorting)
+				for n := range together {
+					r.exact(weights, together[n], n)
+				}
+			}
 			if !countsArg.None() {
 				r.exact(counts, wantCounts)
 			}

@@ -20,15 +20,22 @@ DEVICE u32 score_key(float s) {
 // The score of a key. Of zeros it is +0, which has the same effect as -0.
 DEVICE float key_score(u32 key) { return __uint_as_float(key >> 31 ? key & 0x7fffffff : ~key); }
 
-// Routes a row, with one warp. keys has a word of shared memory for each expert; selected, unless
-// it is 0, gets the ids, too.
-DEVICE void route_row(const route_args &a, i64 row, u32 *keys, int *selected) {
+// Whether a score is within the limit of sparsemixer of the largest one, m.
+DEVICE bool within_limit(const route_args &a, float m, float s) { return !((m - s) / fmaxf(fabsf(s), m) > a.limit); }
+
+// One warp per row.
+KERNEL(128, 1) route(const route_args a) {
+  begin();
+  DYNAMIC_SHARED(memory);
   int lane = threadIdx.x % 32;
+  i64 row = (i64)blockIdx.x * 4 + threadIdx.x / 32;
+  if (row >= a.rows) return;  // whole warps exit; no block barrier follows
+  u32 *keys = (u32 *)memory + threadIdx.x / 32 * a.experts;
   const float *scores = (const float *)a.logits + row * a.stride;
   int *ids = (int *)a.ids + row * a.k;
   float *weights = (float *)a.weights + row * a.k;
   for (int e = lane; e < a.experts; e += 32) keys[e] = score_key(scores[e]);
-  __syncwarp();  // other lanes zero them below
+  __syncwarp();
 
   float largest = 0, sum = 1, chosen = 0;
   for (int i = 0; i < a.k; i++) {
@@ -41,10 +48,8 @@ DEVICE void route_row(const route_args &a, i64 row, u32 *keys, int *selected) {
     if (a.method == sparse_method) {
       // Softmax over the experts not selected before that are within the limit of m.
       float part = 0;
-      for (int e = lane; e < a.experts; e += 32) {
-        float s = key_score(keys[e]);
-        if (keys[e] != 0 && !((m - s) / fmaxf(fabsf(s), m) > a.limit)) part += expf(s - m);
-      }
+      for (int e = lane; e < a.experts; e += 32)
+        if (keys[e] != 0 && within_limit(a, m, key_score(keys[e]))) part += expf(key_score(keys[e]) - m);
       weight = 1.f / warp_sum(part);
     } else {
       if (i == 0) {
@@ -60,7 +65,6 @@ DEVICE void route_row(const route_args &a, i64 row, u32 *keys, int *selected) {
     if (lane == 0) {
       keys[id] = 0;
       ids[i] = id;
-      if (selected) selected[i] = id;
       weights[i] = weight;
       if (a.counts) atomicAdd((u64 *)a.counts + id, 1ull);
     }
@@ -70,47 +74,95 @@ DEVICE void route_row(const route_args &a, i64 row, u32 *keys, int *selected) {
     for (int i = 0; i < a.k; i++) weights[i] /= chosen;
 }
 
-// One warp per row.
-KERNEL(128, 1) route(const route_args a) {
-  begin();
-  DYNAMIC_SHARED(memory);
-  i64 row = (i64)blockIdx.x * 4 + threadIdx.x / 32;
-  if (row < a.rows) route_row(a, row, (u32 *)memory + threadIdx.x / 32 * a.experts, 0);
-}
-
 struct route_sort_args {
   route_args route;
   u64 offsets, order;
 };
 
-// Routes few rows and sorts their pairs, in one block: warp w has rows w, w + warps, …, then the
-// 32 pairs from 32 w on. Shared memory: a key of each warp and expert, the ids of all pairs, and
-// for each 32 pairs the number of each expert's, then of those before.
-KERNEL(1024, 1) route_sort(const route_sort_args a) {
+// Routes few rows and sorts their pairs, in one block with a thread for each row and expert, in
+// whole warps of a row: a thread counts the experts that are selected before its own. Weights have
+// the bits of route. Shared memory, in words: keys and terms of a sum of each thread; of each pair
+// its expert, its key and its weight; for each 32 pairs the number of each expert's, then of those
+// before; the first pair of each expert.
+KERNEL(1024, 1) route_sort(const route_sort_args args) {
   begin();
   DYNAMIC_SHARED(memory);
-  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, experts = a.route.experts;
-  int pairs = (int)a.route.rows * a.route.k, parts = (pairs + 31) / 32;
-  u32 *keys = (u32 *)memory;
-  int *ids = (int *)(keys + warps * experts), *counts = ids + pairs, *firsts = counts + parts * experts;
-  for (int i = threadIdx.x; i < parts * experts; i += blockDim.x) counts[i] = 0;
-  for (int row = warp; row < a.route.rows; row += warps) route_row(a.route, row, keys + warp * experts, ids + row * a.route.k);
+  const route_args &a = args.route;
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, across = (a.experts + 31) / 32;  // warps of a row
+  int row = warp / across, group = warp % across, expert = group * 32 + lane, threads = blockDim.x;
+  int pairs = (int)a.rows * a.k, parts = (pairs + 31) / 32, first = row * a.k;
+  u32 *keys = (u32 *)memory, *best = keys + threads;
+  float *terms = (float *)(best + pairs), *weights = terms + threads;
+  int *ids = (int *)(weights + pairs), *counts = ids + pairs, *firsts = counts + parts * a.experts;
+  for (int i = threadIdx.x; i < parts * a.experts; i += threads) counts[i] = 0;
+  bool there = expert < a.experts;
+  u32 key = there ? score_key(((const float *)a.logits)[row * a.stride + expert]) : 0;
+  float score = key_score(key);
+  keys[threadIdx.x] = key;
   __syncthreads();
 
-  int pair = threadIdx.x, id = pair < pairs ? ids[pair] : -1;
+  int rank = 0;
+  for (int g = 0; g < across; g++) {
+    const u32 *others = keys + (row * across + g) * 32;
+    u32 upper = key, lower = g <= group ? key - 1 : key;  // of equal keys the lower experts are selected before
+    int until = g == group ? lane : 32;
+#pragma unroll
+    for (int i = 0; i < 32; i++) rank += others[i] > (i < until ? lower : upper);
+  }
+  bool selected = there && rank < a.k;
+  int pair = first + rank;
+  if (selected) ids[pair] = expert, best[pair] = key;
+  __syncthreads();
+
+  // The sum over a row, in the order of route; in all of its threads.
+  auto sum_of = [&](float term) {
+    __syncthreads();  // the previous terms have been read
+    terms[threadIdx.x] = term;
+    __syncthreads();
+    float part = 0;
+    for (int g = 0; g < across; g++) part += terms[(row * across + g) * 32 + lane];
+    return warp_sum(part);
+  };
+  float weight = 0;
+  if (a.method == sparse_method) {
+    for (int i = 0; i < a.k; i++) {
+      float m = key_score(best[first + i]);
+      float sum = sum_of(there && rank >= i && within_limit(a, m, score) ? expf(score - m) : 0.f);
+      if (rank == i) weight = 1.f / sum;
+    }
+  } else {
+    float term = there ? expf(score - key_score(best[first])) : 0.f;
+    weight = term / sum_of(term);
+  }
+  if (a.method == renorm_method) {
+    if (selected) weights[pair] = weight;
+    __syncthreads();
+    float chosen = 0;
+    for (int i = 0; i < a.k; i++) chosen += weights[first + i];
+    weight /= chosen;
+  }
+  if (selected) {
+    ((int *)a.ids)[pair] = expert;
+    ((float *)a.weights)[pair] = weight;
+    if (a.counts) atomicAdd((u64 *)a.counts + expert, 1ull);
+  }
+
+  // From here on a thread is a pair.
+  pair = threadIdx.x;
+  int id = pair < pairs ? ids[pair] : -1;
   u32 same = 0;  // lanes with the same expert
   if (warp < parts) {
 #pragma unroll
     for (int i = 0; i < 32; i++) same |= (u32)(__shfl_sync(all_lanes, id, i) == id) << i;
   }
   int before = __popc(same & ((1u << lane) - 1));
-  if (id >= 0 && before == 0) counts[warp * experts + id] = __popc(same);
+  if (id >= 0 && before == 0) counts[warp * a.experts + id] = __popc(same);
   __syncthreads();
-  for (int e = threadIdx.x; e < experts; e += blockDim.x) {
+  for (int e = threadIdx.x; e < a.experts; e += threads) {
     int sum = 0;
     for (int i = 0; i < parts; i++) {
-      int n = counts[i * experts + e];
-      counts[i * experts + e] = sum;
+      int n = counts[i * a.experts + e];
+      counts[i * a.experts + e] = sum;
       sum += n;
     }
     firsts[e] = sum;
@@ -118,20 +170,20 @@ KERNEL(1024, 1) route_sort(const route_sort_args a) {
   __syncthreads();
   if (warp == 0) {
     int sum = 0;
-    for (int from = 0; from < experts; from += 32) {
-      int e = from + lane, n = e < experts ? firsts[e] : 0, up_to = n;
+    for (int from = 0; from < a.experts; from += 32) {
+      int e = from + lane, n = e < a.experts ? firsts[e] : 0, up_to = n;
 #pragma unroll
       for (int j = 1; j < 32; j <<= 1) {
         int v = __shfl_up_sync(all_lanes, up_to, j);
         if (lane >= j) up_to += v;
       }
-      if (e < experts) firsts[e] = ((int *)a.offsets)[e] = sum + up_to - n;
+      if (e < a.experts) firsts[e] = ((int *)args.offsets)[e] = sum + up_to - n;
       sum += __shfl_sync(all_lanes, up_to, 31);
     }
-    if (lane == 0) ((int *)a.offsets)[experts] = sum;
+    if (lane == 0) ((int *)args.offsets)[a.experts] = sum;
   }
   __syncthreads();
-  if (id >= 0) ((int *)a.order)[firsts[id] + counts[warp * experts + id] + before] = pair;
+  if (id >= 0) ((int *)args.order)[firsts[id] + counts[warp * a.experts + id] + before] = pair;
 }
 
 struct sort_args {
