@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"sync"
 	"sync/atomic"
+	"time"
 	"unsafe"
 
 	"github.com/moeserve/moeserve/device"
@@ -259,8 +260,9 @@ func (f *fence) enqueued(op string, space device.Space, value uint32) error {
 // Wait implements device.Fence.
 func (f *fence) Wait(ctx context.Context, value uint32) error { return f.wait(ctx, value, nil) }
 
-// wait is Wait; help, if it is not nil, is called between two looks.
-func (f *fence) wait(ctx context.Context, value uint32, help func()) error {
+// wait is Wait; help, if it is not nil, is called between two looks, and returns how long to sleep
+// at least until the next.
+func (f *fence) wait(ctx context.Context, value uint32, help func() time.Duration) error {
 	f.mu.Lock()
 	closed := f.closed
 	f.mu.Unlock()
@@ -270,17 +272,18 @@ func (f *fence) wait(ctx context.Context, value uint32, help func()) error {
 	return f.await(ctx, value, help)
 }
 
-func (f *fence) await(ctx context.Context, value uint32, help func()) error {
+func (f *fence) await(ctx context.Context, value uint32, help func() time.Duration) error {
 	return f.m.waiting(f.label, func() error {
 		if !f.reached(value) {
 			what := func() string { return fmt.Sprintf("await %s at %d", f, value) }
-			most := longNap
+			var least func() time.Duration
+			nap := shortNap
 			if help != nil {
-				most = watchNap
+				least = func() time.Duration { return nap }
 			}
-			err := f.m.poll(ctx, most, what, func() (bool, error) {
+			err := f.m.poll(ctx, least, what, func() (bool, error) {
 				if help != nil {
-					help()
+					nap = help()
 				}
 				return f.reached(value), nil
 			})
