@@ -218,7 +218,7 @@ func (e *event) await(ctx context.Context, r *gpuRecording) error {
 	const what = "synchronize with an event"
 	return e.m.waiting(what, func() error {
 		defer e.drop(r)
-		return e.m.poll(ctx, nil, func() string { return what }, func() (bool, error) {
+		return e.m.poll(ctx, longNap, func() string { return what }, func() (bool, error) {
 			e.mu.Lock()
 			defer e.mu.Unlock()
 			return r.query()

@@ -12,7 +12,6 @@ import (
 	"fmt"
 	"sync"
 	"sync/atomic"
-	"time"
 	"unsafe"
 
 	"github.com/moeserve/moeserve/device"
@@ -260,9 +259,8 @@ func (f *fence) enqueued(op string, space device.Space, value uint32) error {
 // Wait implements device.Fence.
 func (f *fence) Wait(ctx context.Context, value uint32) error { return f.wait(ctx, value, nil) }
 
-// wait is Wait; help, if it is not nil, is called between two looks, and returns how long to sleep
-// at least until the next.
-func (f *fence) wait(ctx context.Context, value uint32, help func() time.Duration) error {
+// wait is Wait; help, if it is not nil, is called between two looks.
+func (f *fence) wait(ctx context.Context, value uint32, help func()) error {
 	f.mu.Lock()
 	closed := f.closed
 	f.mu.Unlock()
@@ -272,18 +270,17 @@ func (f *fence) wait(ctx context.Context, value uint32, help func() time.Duratio
 	return f.await(ctx, value, help)
 }
 
-func (f *fence) await(ctx context.Context, value uint32, help func() time.Duration) error {
+func (f *fence) await(ctx context.Context, value uint32, help func()) error {
 	return f.m.waiting(f.label, func() error {
 		if !f.reached(value) {
 			what := func() string { return fmt.Sprintf("await %s at %d", f, value) }
-			var least func() time.Duration
-			nap := shortNap
+			most := longNap
 			if help != nil {
-				least = func() time.Duration { return nap }
+				most = watchNap
 			}
-			err := f.m.poll(ctx, least, what, func() (bool, error) {
+			err := f.m.poll(ctx, most, what, func() (bool, error) {
 				if help != nil {
-					nap = help()
+					help()
 				}
 				return f.reached(value), nil
 			})

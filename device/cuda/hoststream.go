@@ -49,9 +49,6 @@ type hostStream struct {
 	watches []watch
 	changed time.Time
 
-	// many: at the last look recordings of many streams were pending, see manyStreams.
-	many bool
-
 	// sides are GPU streams for copies from or to device memory; probed is when the
 	// devices were last checked for being alive. Only the goroutine uses them.
 	sides  map[*gpu]*Stream
@@ -438,7 +435,7 @@ func (s *hostStream) copy(o *hostOp) error {
 	if c := side.copy(o.to, o.from, o.dst, o.src); c != success {
 		return g.fail("copy", c, detail())
 	}
-	err := s.m.poll(context.Background(), nil, detail, side.idle)
+	err := s.m.poll(context.Background(), longNap, detail, side.idle)
 	if errors.Is(err, device.ErrLost) {
 		return g.lostError("copy", detail())
 	}

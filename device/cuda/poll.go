@@ -15,9 +15,8 @@ import (
 
 // The host polls without a pause for spinFor, longer than most copies of a few MiB and than a
 // chunk of a large one take, then with short sleeps of the thread (Go's own timers may be late
-// by a millisecond while a program is idle) until napFor, then with timers. Each sleep is 1/napShare of the wait so far, between shortNap and longNap,
-// which bounds the delay; where chunks of copies follow what is waited for, between shortNap and watchNap, and always watchNap where they are on
-// many streams, each of which has another chunk under way. Every probeEvery it checks whether the devices are alive.
+// by a millisecond while a program is idle) until napFor, then with timers. Each sleep is 1/napShare of the wait so far, between shortNap and longNap
+// (watchNap where chunks of copies follow what is waited for), which bounds the delay. Every probeEvery it checks whether the devices are alive.
 const (
 	spinFor    = 200 * time.Microsecond
 	napFor     = 2 * time.Second
@@ -44,10 +43,9 @@ func (m *Machine) waiting(what string, wait func() error) error {
 }
 
 // poll calls done until it returns true or an error, ctx is done, or Close aborts waits;
-// what describes the wait in errors, and least, if it is not nil, is the shortest sleep between two
-// calls: then the longest is watchNap, and there are no timers after napFor. poll must run inside
-// waiting.
-func (m *Machine) poll(ctx context.Context, least func() time.Duration, what func() string, done func() (bool, error)) error {
+// what describes the wait in errors, most is the longest sleep between two calls: with less than
+// longNap there are no timers after napFor. poll must run inside waiting.
+func (m *Machine) poll(ctx context.Context, most time.Duration, what func() string, done func() (bool, error)) error {
 	begin := time.Now()
 	probed := begin
 	var timer *time.Timer
@@ -71,12 +69,9 @@ func (m *Machine) poll(ctx context.Context, least func() time.Duration, what fun
 		switch waited := now.Sub(begin); {
 		case waited < spinFor:
 			runtime.Gosched()
-		case least != nil:
+		case waited < napFor || most < longNap:
 			precise()
-			nap(min(watchNap, max(least(), waited/napShare)))
-		case waited < napFor:
-			precise()
-			nap(min(longNap, max(shortNap, waited/napShare)))
+			nap(min(most, max(shortNap, waited/napShare)))
 		default:
 			if timer == nil {
 				timer = time.NewTimer(pause)

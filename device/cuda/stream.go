@@ -410,7 +410,7 @@ func (s *Stream) drain(ctx context.Context, op string) error {
 		if done, err := s.idle(); done {
 			return err
 		}
-		return s.m.poll(ctx, nil, func() string { return op + " " + s.String() }, s.idle)
+		return s.m.poll(ctx, longNap, func() string { return op + " " + s.String() }, s.idle)
 	})
 }
 

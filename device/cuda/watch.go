@@ -34,8 +34,6 @@ type watchEnd struct {
 
 const (
 	watchNap = 50 * time.Microsecond
-	// From manyStreams with pending recordings on, sleeps are watchNap from the start.
-	manyStreams = 5
 	// spinLoads is a pause of some 0.1 us between two looks.
 	spinLoads = 200
 )
@@ -138,7 +136,7 @@ func (w *watch) drop() {
 // look enqueues the work of watches that are over. The lock is held on entry and on return,
 // and released while the driver is asked: whoever enqueues does not wait for that.
 func (s *hostStream) look() {
-	if s.many = false; len(s.watches) == 0 {
+	if len(s.watches) == 0 {
 		return
 	}
 	s.looked = append(s.looked[:0], s.watches...)
@@ -162,10 +160,8 @@ func (s *hostStream) look() {
 		s.ends = append(s.ends, watchEnd{over, err})
 	}
 	clear(s.looked)
-	many := len(s.pending) >= manyStreams
 	clear(s.pending)
 	s.mu.Lock()
-	s.many = many
 	// Watches were at most added meanwhile.
 	left := s.watches[:0]
 	for i, w := range s.watches {
@@ -216,7 +212,7 @@ func (s *hostStream) rest() {
 		}
 		return // something may have been enqueued meanwhile
 	}
-	nap := min(watchNap, max(s.leastNap(), waited/napShare))
+	nap := min(watchNap, max(shortNap, waited/napShare))
 	if s.helpers.Load() > 0 {
 		nap = longNap // a helper looks, and the last one wakes this goroutine
 	}
@@ -253,24 +249,15 @@ func (s *hostStream) Await(ctx context.Context, p device.Point) error {
 	return f.wait(ctx, p.Value, s.help)
 }
 
-// leastNap is the shortest sleep between two looks; the lock is held.
-func (s *hostStream) leastNap() time.Duration {
-	if s.many {
-		return watchNap
-	}
-	return shortNap
-}
-
 // help runs the work of watches that are over, if the stream's goroutine sleeps and has nothing
-// else to run. Nobody waits for the lock on its account for longer than a few instructions. It
-// returns the shortest sleep until the next call.
-func (s *hostStream) help() time.Duration {
+// else to run. Nobody waits for the lock on its account for longer than a few instructions.
+func (s *hostStream) help() {
 	if !s.mu.TryLock() {
-		return shortNap
+		return
 	}
 	defer s.mu.Unlock()
 	if s.taken || s.first < len(s.queue) {
-		return shortNap
+		return
 	}
 	s.taken = true
 	s.look()
@@ -282,7 +269,6 @@ func (s *hostStream) help() time.Duration {
 	if s.first < len(s.queue) {
 		s.sleeper.wake()
 	}
-	return s.leastNap()
 }
 
 // unwatch drops the remaining watches when the stream's goroutine ends.
