@@ -431,16 +431,16 @@ func (r *copies) operation(ctx context.Context, ways []int, pieces [2][]transfer
 
 // kernelGain is how many times as fast as the copy engines the kernel must be, all blocks in one
 // launch, before it pays: the transfer engine launches one for each chunk, and it takes
-// multiprocessors from the model. With 1.1, for blocks of 2 MiB from a peer, loads by the kernel
-// were slower (docs/log/kv-tiers-2026-11-23.md).
-const kernelGain = 1.2
+// multiprocessors from the model. With 1.2, for blocks of 0.9 to 1.1 MiB from a peer, queued loads by
+// the kernel were 3 to 12 % slower (docs/log/h200-2026-11-26.md).
+const kernelGain = 1.5
 
 // Crossover is the block size from which on the kernel does not pay.
 type Crossover struct {
 	Tier      string    `json:"tier"`
 	Direction Direction `json:"direction"`
 	// KernelBelowBytes is the smallest measured block size from which on the kernel is not at
-	// least 1.2 times as fast as the copy engines, by the faster one of DMA and Batch. 0: it is at
+	// least 1.5 times as fast as the copy engines, by the faster one of DMA and Batch. 0: it is at
 	// no size. Where it is at the largest one, it is a byte more than that.
 	KernelBelowBytes int64 `json:"kernel_below_bytes"`
 }

@@ -203,7 +203,7 @@ func TestCrossovers(t *testing.T) {
 	}{
 		"small blocks": {map[int64]float64{4096: 25, 8192: 20, 16384: 25}, 8192, "the kernel pays below 8 KiB"},
 		"never":        {map[int64]float64{4096: 5, 8192: 5, 16384: 5}, 0, "the kernel pays at no size"},
-		"too little":   {map[int64]float64{4096: 11, 8192: 23, 16384: 35}, 0, "the kernel pays at no size"},
+		"too little":   {map[int64]float64{4096: 14, 8192: 28, 16384: 43}, 0, "the kernel pays at no size"},
 		"always":       {map[int64]float64{4096: 50, 8192: 50, 16384: 50}, 16385, "the kernel pays up to the largest size"},
 		"middle":       {map[int64]float64{4096: 5, 8192: 50, 16384: 5}, 16384, "the kernel pays below 16 KiB"},
 	} {
@@ -218,7 +218,7 @@ func TestCrossovers(t *testing.T) {
 		}
 	}
 	// The faster of the copy engines' methods counts.
-	points := compared("host", kv.LoadDirection, dma, map[int64]float64{4096: 25, 8192: 25, 16384: 40})
+	points := compared("host", kv.LoadDirection, dma, map[int64]float64{4096: 25, 8192: 30, 16384: 45})
 	points = append(points, kv.CopyPoint{Tier: "host", Direction: kv.LoadDirection, Method: kv.Batch, BlockBytes: 16384, BytesPerSecond: 50})
 	if got := kv.Crossovers(points); len(got) != 1 || got[0].KernelBelowBytes != 16384 {
 		t.Errorf("with batches of the largest blocks: %+v", got)
@@ -235,7 +235,7 @@ func TestCalibrate(t *testing.T) {
 		t.Fatal(err)
 	}
 	dma, kernel := map[int64]float64{4096: 10, 8192: 20, 16384: 30}, map[int64]float64{4096: 25, 8192: 20, 16384: 25}
-	points := slices.Concat(compared("host", kv.LoadDirection, dma, kernel), compared("host", kv.StoreDirection, dma, dma), compared("host", kv.BothDirections, dma, kernel), compared("peer", kv.LoadDirection, kernel, dma))
+	points := slices.Concat(compared("host", kv.LoadDirection, dma, kernel), compared("host", kv.StoreDirection, dma, dma), compared("host", kv.BothDirections, dma, kernel), compared("peer", kv.LoadDirection, kernel, map[int64]float64{4096: 10, 8192: 20, 16384: 40}))
 	r := &kv.Result{Machine: eval.Machine{Device: "NVIDIA H200"}, Sizes: &kv.Sizes{Copies: points, Crossovers: kv.Crossovers(points), ThreadBlocks: 32}}
 	h, err := kv.Calibrate(r, eval.Calibration{Base: base, Date: "2026-11-22", Version: "v1"})
 	if err != nil {
@@ -267,7 +267,7 @@ func TestCalibrate(t *testing.T) {
 		blocks                int
 		kernel                float64 // rate at 8 KiB, where DMA has 20
 		wantBelow, wantBlocks int64
-	}{{32, 10, 8192, 32}, {64, 10, 8192, 32}, {16, 10, 8192, 16}, {0, 10, 8192, 16}, {64, 25, 16384, 64}, {16, 10, 16384, 64}, {64, 10, 8192, 64}} {
+	}{{32, 10, 8192, 32}, {64, 10, 8192, 32}, {16, 10, 8192, 16}, {0, 10, 8192, 16}, {64, 30, 16384, 64}, {16, 10, 16384, 64}, {64, 10, 8192, 64}} {
 		points := compared("host", kv.LoadDirection, dma, map[int64]float64{4096: 25, 8192: c.kernel, 16384: 25})
 		x := &kv.Result{Machine: r.Machine, Sizes: &kv.Sizes{Copies: points, Crossovers: kv.Crossovers(points), ThreadBlocks: c.blocks}}
 		if next.Base, err = kv.Calibrate(x, next); err != nil {

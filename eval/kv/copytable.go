@@ -103,11 +103,11 @@ const noLinks = "emulated devices do not model a kernel's copies over links: its
 func (c Crossover) words(points []CopyPoint) string {
 	switch {
 	case c.KernelBelowBytes == 0:
-		return "the kernel pays at no size: it is never 1.2 times as fast as the copy engines"
+		return "the kernel pays at no size: it is never 1.5 times as fast as the copy engines"
 	case c.KernelBelowBytes > points[len(points)-1].BlockBytes:
 		return "the kernel pays up to the largest size"
 	}
-	return "the kernel pays below " + eval.Size(c.KernelBelowBytes) + ": it is at least 1.2 times as fast as the copy engines"
+	return "the kernel pays below " + eval.Size(c.KernelBelowBytes) + ": it is at least 1.5 times as fast as the copy engines"
 }
 
 // csv are the columns and the values of each point.
