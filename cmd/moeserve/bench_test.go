@@ -299,6 +299,20 @@ func TestBenchPrefix(t *testing.T) {
 	if !(seconds[prefix.HBM] < seconds[prefix.Peer] && seconds[prefix.Peer] < seconds[prefix.Host] && seconds[prefix.Host] <= seconds[prefix.File] && seconds[prefix.File] < seconds[prefix.Nowhere]) {
 		t.Errorf("%v", seconds)
 	}
+	// Over a slow link it is faster to compute a prefix than to load it, over a fast one it is not.
+	r = measure("--lengths", "64,128", "--places", "peer,host", "--emulate", "virtual,hbm=256MiB,host=2GiB,flops=78G,bw=3.9GB/s,pcie=2MB/s,nvlink=395MB/s")
+	for _, x := range r.TTFT {
+		loaded, computed := x.PrefixTokens, 0
+		if x.Place == prefix.Host {
+			loaded, computed = computed, loaded
+		}
+		if x.CachedTokens != loaded || x.RecomputedTokens != computed || x.Seconds > x.MissSeconds {
+			t.Errorf("%+v", x)
+		}
+	}
+	if len(r.TTFT) != 4 {
+		t.Errorf("%+v", r)
+	}
 	if racedetector.Enabled {
 		return // the rest runs alike
 	}

@@ -72,6 +72,9 @@ type HitsPoint struct {
 	// PromptTokens of all requests, CachedTokens how many of them were found.
 	PromptTokens int `json:"prompt_tokens"`
 	CachedTokens int `json:"cached_tokens"`
+	// RecomputedTokens are those that the place had, too, and that were computed, since a load was
+	// expected to take longer.
+	RecomputedTokens int `json:"recomputed_tokens"`
 	// Seconds from the submission of all requests to the last token.
 	Seconds           float64 `json:"duration_s"`
 	RequestThroughput float64 `json:"request_throughput"`
@@ -128,7 +131,7 @@ func (m *hits) place(ctx context.Context, p Place) (err error) {
 			return err
 		}
 		x := HitsPoint{
-			Place: p, HitFraction: f, Requests: o.Requests, PromptTokens: o.Requests * o.PromptTokens, CachedTokens: b.Cached,
+			Place: p, HitFraction: f, Requests: o.Requests, PromptTokens: o.Requests * o.PromptTokens, CachedTokens: b.Cached, RecomputedTokens: b.Recomputed,
 			Seconds: slices.Max(b.Last).Seconds(),
 		}
 		x.RequestThroughput = float64(o.Requests) / x.Seconds

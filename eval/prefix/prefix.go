@@ -83,6 +83,9 @@ type Batch struct {
 	First, Last []time.Duration
 	// Cached is the number of tokens of prompts that were found, in the GPU's memory or a tier.
 	Cached int
+	// Recomputed is the number of those that a tier had, too, and that were computed, since a load
+	// was expected to take longer.
+	Recomputed int
 }
 
 // Open opens an engine that keeps prefixes in a place, which has room for those of tokens

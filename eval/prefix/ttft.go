@@ -79,6 +79,9 @@ type TTFTPoint struct {
 	// 0 and the time of a miss in Nowhere.
 	Seconds      float64 `json:"ttft_s"`
 	CachedTokens int     `json:"cached_tokens"`
+	// RecomputedTokens are those that the place had, too, and that were computed, since a load was
+	// expected to take longer.
+	RecomputedTokens int `json:"recomputed_tokens"`
 	// DecodeStepSeconds is the mean time of a token after the first.
 	DecodeStepSeconds float64 `json:"decode_step_s"`
 	// Speedup is the time to first token in Nowhere over Seconds; 0 where it was not measured.
@@ -225,7 +228,7 @@ func (m *ttft) place(ctx context.Context, p Place) (err error) {
 					return err
 				}
 				times, steps = append(times, hit.First[0]), append(steps, m.step(&hit))
-				x.CachedTokens = hit.Cached
+				x.CachedTokens, x.RecomputedTokens = hit.Cached, hit.Recomputed
 			}
 			x.Seconds, x.DecodeStepSeconds = median(times).Seconds(), median(steps).Seconds()
 		}

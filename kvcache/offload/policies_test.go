@@ -106,6 +106,13 @@ func TestRegisteredPolicies(t *testing.T) {
 	if d := r.tiers.Decisions(); d.Computed != 1 || d.ComputedTokens != 16 {
 		t.Errorf("%+v", d)
 	}
+	// The same sequence, which the scheduler asks about again, and another one that begins alike.
+	for i, keys := range [][]kvcache.Key{s.keys, slices.Clone(s.keys)} {
+		r.tiers.Lookup(keys, 0, 100)
+		if d := r.tiers.Decisions(); d.Computed != int64(i+1) || d.ComputedTokens != int64(16*(i+1)) {
+			t.Errorf("asked again, %d: %+v", i, d)
+		}
+	}
 	// The end of a prefix is completed first, so the newest is its beginning.
 	x := r.sequence(2, "x", 1)
 	r.fill(x, 0, 1)

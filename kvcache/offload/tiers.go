@@ -96,8 +96,9 @@ type Tiers struct {
 	mu     sync.Mutex
 	levels []*level // fastest first
 	costs  costs
-	// counted is the first key of the last run that costs has counted.
-	counted kvcache.Key
+	// counted is the first key of the last run that costs has counted, of one sequence: others that
+	// begin alike have keys of their own.
+	counted *kvcache.Key
 	// behind is the point that whatever the engine has enqueued reaches, see Behind.
 	behind []device.Point
 	// loads have not been reported; loading counts them by the keys of the GPU's blocks.
@@ -257,8 +258,8 @@ func (t *Tiers) find(k kvcache.Key) (l *level, pending bool) {
 }
 
 // Lookup returns how many of a sequence's blocks from block from on the tiers have in a row,
-// and should be loaded; keys are those of all its full blocks. The blocks end within the
-// sequence's first tokens. wait: the next block is being stored, or loaded for another
+// and should be loaded; keys are those of all its full blocks, in a slice that no other sequence's
+// call has. The blocks end within the sequence's first tokens. wait: the next block is being stored, or loaded for another
 // sequence; ask again later.
 func (t *Tiers) Lookup(keys []kvcache.Key, from, tokens int) (blocks int, wait bool) {
 	t.mu.Lock()
@@ -270,8 +271,8 @@ func (t *Tiers) Lookup(keys []kvcache.Key, from, tokens int) (blocks int, wait b
 		return 0, wait
 	}
 	n := min(max(t.reads.Loads(run, t.costs.choose(run)), 0), len(run))
-	if t.counted != keys[from] { // the scheduler asks again until there is room
-		t.counted = keys[from]
+	if t.counted != &keys[from] { // the scheduler asks again until there is room
+		t.counted = &keys[from]
 		t.costs.count(run, n)
 	}
 	for _, p := range run[:n] {

@@ -51,7 +51,7 @@ func (b *Prefixes) Run(ctx context.Context, prompts [][]int32, o prefix.RunOptio
 	}
 	r := prefix.Batch{First: make([]time.Duration, len(prompts)), Last: make([]time.Duration, len(prompts))}
 	e, m := b.n.Engine(), b.n.Machine()
-	before, began := e.State(), m.Now()
+	before, recomputed, began := e.State(), b.recomputed(), m.Now()
 	if _, err := e.Generate(ctx, requests, func(i int, u engine.Update) {
 		if len(u.Tokens) == 0 {
 			return
@@ -64,8 +64,18 @@ func (b *Prefixes) Run(ctx context.Context, prompts [][]int32, o prefix.RunOptio
 		return prefix.Batch{}, err
 	}
 	after := e.State()
+	r.Recomputed = int(b.recomputed() - recomputed)
 	r.Cached = int(after.PrefixCacheHits - before.PrefixCacheHits + after.ExternalHits - before.ExternalHits)
 	return r, nil
+}
+
+// recomputed is the number of tokens so far that a tier had and that were computed.
+func (b *Prefixes) recomputed() int64 {
+	t := b.n.KVTiers()
+	if t == nil {
+		return 0
+	}
+	return t.Decisions().ComputedTokens
 }
 
 // Settle implements prefix.Engine. Blocks that are being stored are held; the engine sees that
