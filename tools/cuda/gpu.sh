@@ -341,12 +341,18 @@ run() {
         limit 40 . guard links "$work/moeserve" bench transfer --device cuda --peers 1 --host-memory-gib "$host" --largest-mib 336 --json "$work/transfer.json"
         record=guard.json mixtral=(-batches 324,3240 -whole 'mixtral-8x7b@0,0.5p,1p')
         if [[ $gpu == *H100* ]]; then record=guard-h100.json mixtral=(-layers 16 -batches 324,1620 -whole 'mixtral-8x7b@0,0.5p'); fi
-        for build in "" -base; do
-          [ -x "$work/node$build.test" ] || continue
-          limit 170 node guard "guard-mixtral$build" "$work/node$build.test" "${overlap[@]}" -test.v -test.timeout 170s -test.run GPUPresets -peer 1 \
-            "${mixtral[@]}" -host-gib "$host" -steps "$logs/guard$build.json"
-          limit 100 node guard "guard-qwen$build" "$work/node$build.test" "${overlap[@]}" -test.v -test.timeout 100s -test.run GPUPresets -peer 1 -batches 1,32,324 \
-            -whole 'qwen1.5-moe-a2.7b@0,0.5p qwen3-30b-a3b@0,0.5p' -host-gib "$host" -steps "$logs/guard$build.json"
+        # Builds take turns, so that what else runs on the machine hits both alike.
+        for models in mixtral qwen; do
+          if [ $models = mixtral ]; then
+            most=170 cells=("${mixtral[@]}")
+          else
+            most=100 cells=(-batches 1,32,324 -whole 'qwen1.5-moe-a2.7b@0,0.5p qwen3-30b-a3b@0,0.5p')
+          fi
+          for build in "" -base; do
+            [ -x "$work/node$build.test" ] || continue
+            limit $most node guard "guard-$models$build" "$work/node$build.test" "${overlap[@]}" -test.v -test.timeout ${most}s -test.run GPUPresets -peer 1 \
+              "${cells[@]}" -host-gib "$host" -steps "$logs/guard$build.json"
+          done
         done
         if [ -n "${GUARD_RECORD:-}" ]; then
           python3 "$root/tools/cuda/guard.py" record "$logs/recorded.json" "$logs/guard.json" "$work/transfer.json" "$GUARD_RECORD" || failed=1
