@@ -80,8 +80,7 @@ var ignored = []string{
 // unsupported are keywords that restrict values in ways that no grammar here has, and why.
 var unsupported = map[string]string{
 	"not": "", "if": "", "contains": "", "unevaluatedItems": "", "unevaluatedProperties": "", "dependentSchemas": "", "dependentRequired": "",
-	"dependencies": "", "propertyNames": "", "patternProperties": "", "$dynamicRef": "", "$recursiveRef": "",
-	"additionalItems": "use prefixItems and items",
+	"dependencies": "", "patternProperties": "", "$dynamicRef": "", "$recursiveRef": "",
 }
 
 // limits of what a schema may be.
@@ -174,6 +173,7 @@ func (c *compiler) shapes(l located) ([]*shape, error) {
 			continue
 		}
 		if keyword == "oneOf" {
+			requireTag(o.get("discriminator"), each)
 			if err := c.exclusive(l, list, each); err != nil {
 				return nil, err
 			}
@@ -244,16 +244,26 @@ func (c *compiler) plain(l located, o *object) (*shape, error) {
 			if !ok {
 				return nil, l.fail(keyword, "it must be a list of schemas")
 			}
-			s.implied |= isArray
-			for i, x := range list {
-				s.prefix = append(s.prefix, all{{x, l.at(keyword, strconv.Itoa(i))}})
-			}
+			s.readPrefix(l, keyword, list)
 		case "items":
-			if _, ok := v.([]any); ok {
-				return nil, l.fail(keyword, "it must be one schema: use prefixItems for a list of them")
+			if list, ok := v.([]any); ok { // of draft 7: prefixItems
+				if o.has("prefixItems") {
+					return nil, l.fail(keyword, "it must be one schema beside prefixItems")
+				}
+				s.readPrefix(l, keyword, list)
+				continue
 			}
 			s.implied |= isArray
 			s.items = all{{v, l.at(keyword)}}
+		case "additionalItems": // of draft 7: behind a list of items it is items, elsewhere nothing
+			if _, ok := o.get("items").([]any); ok {
+				s.items = all{{v, l.at(keyword)}}
+			}
+		case "propertyNames":
+			if !anyName(v) {
+				return nil, l.fail(keyword, "it is not supported, but as the type string, which all names are")
+			}
+			s.implied |= isObject
 		case "properties":
 			members, ok := v.(*object)
 			if !ok {
@@ -458,6 +468,45 @@ func join(a, b all) all {
 		}
 	}
 	return out
+}
+
+// readPrefix reads the schemas of an array's first items.
+func (s *shape) readPrefix(l located, keyword string, list []any) {
+	s.implied |= isArray
+	for i, x := range list {
+		s.prefix = append(s.prefix, all{{x, l.at(keyword, strconv.Itoa(i))}})
+	}
+}
+
+// anyName says whether a schema of propertyNames fits all names.
+func anyName(v any) bool {
+	o, ok := v.(*object)
+	if !ok {
+		return v == true
+	}
+	return !slices.ContainsFunc(o.names, func(n string) bool {
+		return !slices.Contains(ignored, n) && (n != "type" || o.get(n) != "string")
+	})
+}
+
+// requireTag has all alternatives of oneOf that have the discriminator's property require it: so
+// texts tell which one they are of, where the property may be left out because it has a default.
+func requireTag(discriminator any, each [][]*shape) {
+	d, ok := discriminator.(*object)
+	if !ok {
+		return
+	}
+	tag, ok := d.get("propertyName").(string)
+	if !ok {
+		return
+	}
+	for _, shapes := range each {
+		for _, s := range shapes {
+			if s.property(tag) >= 0 {
+				s.required = union(s.required, []string{tag})
+			}
+		}
+	}
 }
 
 // exclusive reports an error unless no value can fit two of several schemas, each given by its alternatives, with what
