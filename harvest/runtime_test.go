@@ -1144,11 +1144,22 @@ func TestHammer(t *testing.T) {
 			}
 		}
 	})
+	// Whose memory is displaced depends on the time: until each client's was, work goes on for a while.
+	until := time.Now().Add(20 * time.Second)
+	displaced := func() bool {
+		clients := r.State().Clients
+		for _, name := range []string{"hammer 0", "hammer 1"} {
+			if clients[name].Displaced == 0 {
+				return time.Now().After(until)
+			}
+		}
+		return true
+	}
 	var checked, refused, calls, revoked, ops atomic.Int64
 	for w := range workers {
 		all.Go(func() {
 			c := hammerer{t: t, m: m, r: r, rng: rand.New(rand.NewPCG(seed, uint64(w))), client: fmt.Sprint("hammer ", w%2), calls: &calls, by: harvest.NewOwner(fmt.Sprint("worker ", w))}
-			if err := c.work(operations / workers); err != nil {
+			if err := c.work(operations/workers, displaced); err != nil {
 				t.Error(err)
 			}
 			checked.Add(c.checked)
@@ -1207,7 +1218,7 @@ type hammered struct {
 
 const hammerBytes = 3000
 
-func (c *hammerer) work(n int) (err error) {
+func (c *hammerer) work(n int, enough func() bool) (err error) {
 	if c.stream, err = c.m.NewStream(device.HBM(0), device.StreamOptions{Name: "worker"}); err != nil {
 		return err
 	}
@@ -1217,7 +1228,7 @@ func (c *hammerer) work(n int) (err error) {
 	if c.fence, err = c.m.NewFence("worker"); err != nil {
 		return err
 	}
-	for range n {
+	for i := 0; i < n || i%100 > 0 || !enough(); i++ {
 		for before := c.refused; ; before = c.refused {
 			if err := c.operate(); err != nil {
 				return err
