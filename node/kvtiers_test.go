@@ -130,9 +130,9 @@ func TestKVTiersSameTokens(t *testing.T) {
 	}
 	want, _ := run("", false)
 	for _, config := range []string{
-		`{"kv_connector_extra_config": {"num_gpu_blocks": 40}}`,
-		`{"kv_connector_extra_config": {"num_cpu_blocks": 20, "block_size_factor": 2}}`,
-		`{"kv_connector_extra_config": {"num_file_blocks": 40, "directory": "` + t.TempDir() + `"}}`,
+		`{"kv_connector_extra_config": {"load_policy": "always", "num_gpu_blocks": 40}}`,
+		`{"kv_connector_extra_config": {"load_policy": "always", "num_cpu_blocks": 20, "block_size_factor": 2}}`,
+		`{"kv_connector_extra_config": {"load_policy": "always", "num_file_blocks": 40, "directory": "` + t.TempDir() + `"}}`,
 	} {
 		for _, local := range []bool{false, true} {
 			got, loaded := run(config, local)
@@ -348,7 +348,8 @@ func TestKVTiersConversations(t *testing.T) {
 				tightKV(s)
 				s.Batch.SchedulingPolicy, s.Batch.FairGranularity = policy, 4
 				if extra != "" {
-					s.KV.TransferConfig = `{"kv_connector_extra_config": {` + extra + `}}`
+					// Measured rates of a busy machine may say that to compute is faster.
+					s.KV.TransferConfig = `{"kv_connector_extra_config": {"load_policy": "always", ` + extra + `}}`
 				}
 			})
 			for round := range 2 {
