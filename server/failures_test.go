@@ -115,7 +115,7 @@ func testBadBodies(t *testing.T) {
 		{completions, `{"prompt": "x", "stream": true, "stream_options": 1}`, "stream_options", "invalid_type", "must be a JSON object"},
 		{completions, `{"prompt": "x", "response_format": {"type": "json"}}`, "response_format.type", "invalid_value", "json_object"},
 		{completions, `{"prompt": "x", "response_format": {"type": "structural_tag"}}`, "response_format.type", "unsupported_parameter", "tools"},
-		{completions, `{"prompt": "x", "structured_outputs": {"regex": "(?=a)"}}`, "structured_outputs.regex", "invalid_value", "lookahead"},
+		{completions, `{"prompt": "x", "structured_outputs": {"regex": "(?<=a)"}}`, "structured_outputs.regex", "invalid_value", "lookbehind"},
 		{completions, `{"prompt": "x", "structured_outputs": {"regex": "a", "choice": ["b"]}}`, "structured_outputs.choice", "invalid_value", "regex and choice, not both"},
 		{completions, `{"prompt": "x", "structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}`, "structured_outputs.regex", "invalid_value", "Give one of them"},
 		{completions, `{"prompt": "x", "structured_outputs": {"choice": []}}`, "structured_outputs.choice", "invalid_value", "empty"},

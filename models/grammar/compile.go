@@ -198,6 +198,13 @@ func (c *compiler) size(e Expr) int {
 				break
 			}
 		}
+	case *graph:
+		n += e.states
+		for _, p := range e.paths {
+			if n += c.size(p.Of); n > inlineSize {
+				break
+			}
+		}
 	case *intersection:
 		n += len(c.machine(e))
 	case *Rule:
@@ -413,6 +420,8 @@ func (c *compiler) emit(e Expr, from, to int32) {
 		c.repeat(e, from, to)
 	case *separated:
 		c.separated(e, from, to)
+	case *graph:
+		c.graph(e, from, to)
 	case *intersection:
 		c.emitMachine(c.machine(e), from, to)
 	case *Rule:
@@ -462,6 +471,25 @@ func (c *compiler) repeat(e *repeat, from, to int32) {
 		}
 	}
 	c.skip(from, to)
+}
+
+func (c *compiler) graph(e *graph, from, to int32) {
+	states := make([]int32, e.states)
+	for i := range states {
+		states[i] = c.fragment()
+	}
+	c.skip(from, states[0])
+	for _, p := range e.paths {
+		begin, end := c.fragment(), c.fragment()
+		c.skip(states[p.From], begin)
+		c.emit(p.Of, begin, end)
+		if c.skip(end, states[p.To]); c.err != nil {
+			return
+		}
+	}
+	for _, end := range e.ends {
+		c.skip(states[end], to)
+	}
 }
 
 // separated has two states before each item: where there is none yet, and where the separator comes first.

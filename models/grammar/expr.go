@@ -17,6 +17,11 @@ type (
 		of       Expr
 		min, max int // max < 0: any number
 	}
+	graph struct {
+		states int
+		ends   []int
+		paths  []Path
+	}
 	separated struct {
 		items     []Item
 		separator Expr
@@ -44,6 +49,7 @@ func (sequence) expr()   {}
 func (choice) expr()     {}
 func (*repeat) expr()    {}
 func (*separated) expr() {}
+func (*graph) expr()     {}
 func (*Rule) expr()      {}
 
 // Literal is one text.
@@ -63,6 +69,15 @@ func Optional(e Expr) Expr { return Repeat(e, 0, 1) }
 
 // Separated is the items in their order, with a separator between those that are there.
 func Separated(separator Expr, items ...Item) Expr { return &separated{items, separator} }
+
+// Path is the texts of Of from one state of a graph to another one.
+type Path struct {
+	From, To int
+	Of       Expr
+}
+
+// Graph is the texts of all ways through paths, from the state 0 to one of the ends. It has as many states as are given.
+func Graph(states int, ends []int, paths []Path) Expr { return &graph{states, ends, paths} }
 
 // Literals is a choice of texts.
 func Literals(texts ...string) Expr {

@@ -40,8 +40,24 @@ func TestRegex(t *testing.T) {
 		{pattern: `[\ud83d\uDE00-\ud83d\ude02]|\ud83da|\u00e9\u0041`, yes: []string{"😀", "😂", "éA"}, no: []string{"😃", "a", "é"}},
 		{pattern: `[^\ud83d\ude00]`, yes: []string{"😁", "a"}, no: []string{"😀"}},
 		{pattern: `\p{Greek}+`, yes: []string{"αβγ"}, no: []string{"abc"}},
+		{pattern: `\s[^\s\]]\S[\S\n]`, yes: []string{" abc", "\u00a0\u0085-\n", "\va\x1cb"}, no: []string{"aabc", " \u2003bc", " a\ufeffc", " abc ", " ]bc", " ab\t"}},
+		{pattern: `[]\s]\\s[[:alpha:]\s]..`, yes: []string{"]\\saab", "\f\\s\u3000é\t"}, no: []string{"a\\saab", "]\\s1ab", "]\\sa\rb", "]\\sa\u2028b"}},
 		{pattern: `(a|b)*abb`, yes: []string{"abb", "aababb"}, no: []string{"ab", "abba"}},
 		{pattern: `(a?){3}b`, yes: []string{"b", "aaab"}, no: []string{"aaaab"}},
+		{pattern: `(?=.*[A-Z])(?=.*\d)[A-Za-z\d]{4,}`, yes: []string{"Ab12", "1xxxxA"}, no: []string{"ab12", "ABCD", "A1", "Ab1!x"}},
+		{pattern: `^(?!.*--)[a-z](?:[a-z-]*[a-z])?$`, yes: []string{"a", "a-b-c"}, no: []string{"a--b", "a-", ""}},
+		{pattern: `a(?!b|$).?c?`, yes: []string{"ac", "axc", "aé"}, no: []string{"a", "ab", "abc"}},
+		{pattern: `((?!x)[w-y]|(?=z)[y-z]?)1`, yes: []string{"w1", "y1", "z1"}, no: []string{"x1", "1"}},
+		{pattern: `(?:a|(?=bc)b)?(c|d$)?e?`, yes: []string{"a", "bc", "ace", "d", "", "bce"}, no: []string{"b", "be", "de", "bd"}},
+		{pattern: `(?![\])])[^x](?=(?!b)[abc](?=d))..`, yes: []string{"aad", "[cd"}, no: []string{"]ad", "abd", "aae", ")cd"}},
+		{pattern: `(?=.{1,5}\.?$)[a-z]{1,3}(?:\.[a-z]{1,3})*\.?`, yes: []string{"abc", "a.b.c", "abc.d."}, no: []string{"abc.de", "a..b"}},
+		// Durations and bank accounts of zod.
+		{pattern: `^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$`, yes: []string{"P1W", "P1Y2M", "PT1.5S", "P3DT4H"}, no: []string{"P", "PT", "P1Y1W", "P1DT", "P1.5Y"}},
+		{
+			pattern: `^[-+]?P(?!$)(?:(?:[-+]?\d+Y)|(?:[-+]?\d+[.,]\d+Y$))?(?:(?:[-+]?\d+M)|(?:[-+]?\d+[.,]\d+M$))?(?:(?:[-+]?\d+W)|(?:[-+]?\d+[.,]\d+W$))?(?:(?:[-+]?\d+D)|(?:[-+]?\d+[.,]\d+D$))?(?:T(?=[\d+-])(?:(?:[-+]?\d+H)|(?:[-+]?\d+[.,]\d+H$))?(?:(?:[-+]?\d+M)|(?:[-+]?\d+[.,]\d+M$))?(?:[-+]?\d+(?:[.,]\d+)?S)?)??$`,
+			yes:     []string{"P1Y", "-P1.5Y", "P1Y-2MT3.5M", "PT+1H2S", "P1W2DT0.1S"}, no: []string{"P", "P1.5Y1M", "P1YT", "PT1.5H1M", "P1D1W"},
+		},
+		{pattern: `^[A-Z]{2}(?!00|01|99)\d{2}[A-Z0-9]{11,30}$`, yes: []string{"DE02ABCDEFGHIJKL"}, no: []string{"DE00ABCDEFGHIJKL", "DE99ABCDEFGHIJKL", "DE02ABC"}},
 	} {
 		e, err := Regex(c.pattern)
 		if err != nil {
@@ -65,7 +81,8 @@ func TestRegex(t *testing.T) {
 		}
 	}
 	for pattern, want := range map[string]string{
-		`a(?=b)`: "lookahead", `(?<!a)b`: "lookbehind", `(a)\1`: `backreferences (\1)`, `a\b`: "word boundaries", `a^b`: "anchor (^)",
+		`(a(?=b)b)*`: "lookahead", `((?!a)b){2}`: "lookahead", `(?=a`: "has no end", `(?i)(?=a)b`: "flags", `(?=(?<=a)b)b`: "lookbehind", `(^a|b)(?=c)`: "anchor (^) in some", `(?=^a)b`: "anchor (^)",
+		strings.Repeat("(?=a)", maxLookaheads+1): "more than 32", strings.Repeat("(?=", 6) + strings.Repeat(")", 6): "deep", `(?<!a)b`: "lookbehind", `(a)\1`: `backreferences (\1)`, `a\b`: "word boundaries", `a^b`: "anchor (^)",
 		`(a$)+`: "anchor ($)", `(?m)^a$`: "anchors of lines", `a(`: "missing closing )", strings.Repeat("a", maxPattern+1): "the maximum is", "\xff": "UTF-8",
 		`[`: "missing closing ]",
 	} {
@@ -109,6 +126,140 @@ func TestRegexAgainstGo(t *testing.T) {
 			text := randomText(r)
 			if got, want := g.Match(text), whole.MatchString(text); got != want {
 				t.Fatalf("%s matches %q: %v, want %v", pattern, text, got, want)
+			}
+		}
+	}
+}
+
+// matcher says whether a pattern matches at i, and goes on to match what follows it from j.
+type matcher func(text []rune, i int, follows func(j int) bool) bool
+
+// randomLooking is a regular expression with lookaheads and anchors ($) anywhere but in repetitions, and its matcher.
+func randomLooking(r *rand.Rand, depth int, repeated bool) (string, matcher) {
+	sub := func(repeated bool) (string, matcher) { return randomLooking(r, depth-1, repeated) }
+	switch n := r.IntN(12); {
+	case depth == 0 || n < 3:
+		chars := [][2]string{{"a", "a"}, {"b", "b"}, {"[ab]", "ab"}, {"[^a]", "bc\n"}, {".", "abc"}}[r.IntN(5)]
+		return chars[0], func(text []rune, i int, follows func(int) bool) bool {
+			return i < len(text) && strings.ContainsRune(chars[1], text[i]) && follows(i+1)
+		}
+	case n < 6:
+		a, matchA := sub(repeated)
+		b, matchB := sub(repeated)
+		return a + b, func(text []rune, i int, follows func(int) bool) bool {
+			return matchA(text, i, func(j int) bool { return matchB(text, j, follows) })
+		}
+	case n < 7:
+		a, matchA := sub(repeated)
+		b, matchB := sub(repeated)
+		return "(?:" + a + "|" + b + ")", func(text []rune, i int, follows func(int) bool) bool {
+			return matchA(text, i, follows) || matchB(text, i, follows)
+		}
+	case n < 8:
+		a, match := sub(repeated)
+		return "(" + a + ")?", func(text []rune, i int, follows func(int) bool) bool {
+			return match(text, i, follows) || follows(i)
+		}
+	case n < 9:
+		a, match := sub(true)
+		var star matcher
+		star = func(text []rune, i int, follows func(int) bool) bool {
+			return follows(i) || match(text, i, func(j int) bool { return j > i && star(text, j, follows) })
+		}
+		return "(" + a + ")*", star
+	case repeated:
+		return "b", func(text []rune, i int, follows func(int) bool) bool {
+			return i < len(text) && text[i] == 'b' && follows(i+1)
+		}
+	case n < 10:
+		return "$", func(text []rune, i int, follows func(int) bool) bool { return i == len(text) && follows(i) }
+	}
+	a, match := sub(false)
+	not := r.IntN(2) == 0
+	open := "(?="
+	if not {
+		open = "(?!"
+	}
+	return open + a + ")", func(text []rune, i int, follows func(int) bool) bool {
+		return match(text, i, func(int) bool { return true }) != not && follows(i)
+	}
+}
+
+// TestLookahead compares random expressions with a matcher that goes through all ways to match.
+func TestLookahead(t *testing.T) {
+	r := rand.New(rand.NewPCG(3, 4))
+	matched, looked := 0, 0
+	for range 3000 {
+		pattern, match := randomLooking(r, 5, false)
+		p, err := ParsePattern(pattern)
+		if err != nil {
+			t.Fatalf("%s: %v", pattern, err)
+		}
+		if !p.looks {
+			continue
+		}
+		looked++
+		whole, within := matching(t, p.Whole(Runes)), matching(t, p.Within(Runes, Any()))
+		for range 60 {
+			text := strings.ReplaceAll(randomText(r), "é", "a")
+			runes := []rune(text)
+			has := false
+			for i := range len(runes) + 1 {
+				has = has || match(runes, i, func(int) bool { return true })
+			}
+			for name, x := range map[string]struct{ got, want bool }{
+				"is": {whole(text), match(runes, 0, func(j int) bool { return j == len(runes) })}, "has": {within(text), has},
+			} {
+				if x.want {
+					matched++
+				}
+				if x.got != x.want {
+					t.Fatalf("%q %s %s: %v, want %v", text, name, pattern, x.got, x.want)
+				}
+			}
+		}
+	}
+	if looked < 500 || matched < 5000 {
+		t.Errorf("%d patterns look, and %d texts match", looked, matched)
+	}
+}
+
+// matching says which texts fit an expression.
+func matching(t *testing.T, e Expr) func(string) bool {
+	t.Helper()
+	g, err := New(e, nil)
+	switch {
+	case err == nil:
+		return g.Match
+	case errors.Is(err, ErrNoText):
+		return func(string) bool { return false }
+	case strings.Contains(err.Error(), "only the empty text"):
+		return func(text string) bool { return text == "" }
+	}
+	t.Fatal(err)
+	return nil
+}
+
+// TestExcept compares random differences with package regexp.
+func TestExcept(t *testing.T) {
+	r := rand.New(rand.NewPCG(5, 6))
+	for range 200 {
+		var patterns [3]string
+		var parts [3]Expr
+		var whole [3]*regexp.Regexp
+		for i := range patterns {
+			patterns[i] = randomPattern(r, 3)
+			var err error
+			if parts[i], err = Regex(patterns[i]); err != nil {
+				t.Fatal(err)
+			}
+			whole[i] = regexp.MustCompile("^(?:" + patterns[i] + ")$")
+		}
+		match := matching(t, Except(parts[0], parts[1:]...))
+		for range 50 {
+			text := randomText(r)
+			if got, want := match(text), whole[0].MatchString(text) && !whole[1].MatchString(text) && !whole[2].MatchString(text); got != want {
+				t.Fatalf("%q: %v, want %v", patterns, got, want)
 			}
 		}
 	}

@@ -11,10 +11,14 @@ const maxCount = 1 << 30
 
 // All is the texts that fit every part. The rules in it are not recursive. Its automaton is the product of those of the
 // parts, of which a Repeat of single characters counts and so takes no more states than are reached.
-func All(parts ...Expr) Expr { return &intersection{parts} }
+func All(parts ...Expr) Expr { return &intersection{parts: parts} }
 
-// intersection is compiled to a machine before the automaton of the rule that contains it.
-type intersection struct{ parts []Expr }
+// Except is the texts of e that fit no part of others. The rules in them are not recursive.
+func Except(e Expr, others ...Expr) Expr { return &intersection{[]Expr{e}, others} }
+
+// intersection is the texts that fit all parts and none of others. It is compiled to a machine before the automaton of the
+// rule that contains it.
+type intersection struct{ parts, others []Expr }
 
 func (*intersection) expr() {}
 
@@ -28,6 +32,28 @@ type source interface {
 type machine []node
 
 func (m machine) at(state int32) ([]edge, bool) { return m[state].edges, m[state].accept }
+
+// inverse is a source of all byte strings that fit no text of a machine. Behind the states of that is one for those that
+// begin none.
+type inverse machine
+
+func (v inverse) at(state int32) (edges []edge, accept bool) {
+	none := int32(len(v))
+	if state == none {
+		return []edge{{0, 255, none}}, true
+	}
+	next := 0
+	for _, e := range v[state].edges {
+		if next < int(e.lo) {
+			edges = append(edges, edge{byte(next), e.lo - 1, none})
+		}
+		edges, next = append(edges, e), int(e.hi)+1
+	}
+	if next <= 255 {
+		edges = append(edges, edge{byte(next), 255, none})
+	}
+	return edges, !v[state].accept
+}
 
 // counter is a source of at least min and at most max texts of a unit, one after another; max < 0: any number. The unit
 // ends where nothing may follow, and nothing leads to its first state. A state is a count and a state of the unit.
@@ -74,6 +100,11 @@ func (c *compiler) machine(e *intersection) machine {
 			return nil
 		}
 	}
+	for _, p := range e.others {
+		if sources = append(sources, inverse(c.flat(p))); c.err != nil {
+			return nil
+		}
+	}
 	m := machine{{edges: []edge{{0, 255, 0}}, accept: true}}
 	for _, s := range append(sources, counters...) { // those that count come last: the others limit what they reach
 		if m = c.product(m, s); c.err != nil {
@@ -105,7 +136,7 @@ func (c *compiler) flat(e Expr) machine {
 		return nil
 	}
 	sub := newCompiler()
-	sub.copies, sub.place, sub.work, sub.depth = true, c.place, c.work, c.depth
+	sub.copies, sub.place, sub.work, sub.depth, sub.machines = true, c.place, c.work, c.depth, c.machines
 	top := &Rule{Name: "part", Body: e, Place: c.place}
 	sub.start(top)
 	sub.rule(top)

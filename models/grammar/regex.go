@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"regexp/syntax"
+	"slices"
 	"strconv"
 	"strings"
 	"unicode"
@@ -18,7 +19,8 @@ const (
 )
 
 // Regex is the texts that a regular expression matches as a whole. It has the syntax of Go (RE2), which is that of
-// Python, of ECMAScript and of others without backreferences and assertions; anchors may be at the ends alone.
+// Python, of ECMAScript and of others without backreferences, lookbehind and word boundaries; what \s and the dot match is
+// that of ECMAScript. The anchor ^ may be at the beginning alone; $ and lookahead may be anywhere but in a repetition.
 func Regex(pattern string) (Expr, error) {
 	p, err := ParsePattern(pattern)
 	if err != nil {
@@ -28,7 +30,13 @@ func Regex(pattern string) (Expr, error) {
 }
 
 // Pattern is a parsed regular expression.
-type Pattern struct{ re *syntax.Regexp }
+type Pattern struct {
+	re *syntax.Regexp
+	// ahead are its lookaheads, by the names of the groups that stand for them in re.
+	ahead map[string]lookahead
+	// looks: it has lookaheads, or anchors ($) that are not at its end.
+	looks bool
+}
 
 // ParsePattern parses a regular expression. Errors name what is not supported.
 func ParsePattern(pattern string) (*Pattern, error) {
@@ -38,7 +46,16 @@ func ParsePattern(pattern string) (*Pattern, error) {
 	if !utf8.ValidString(pattern) {
 		return nil, errors.New("it is not valid UTF-8")
 	}
-	re, err := syntax.Parse(ecmaEscapes(pattern), syntax.Perl)
+	return parsePattern(ecmaEscapes(pattern), 0)
+}
+
+// parsePattern parses a pattern within some lookaheads.
+func parsePattern(pattern string, depth int) (*Pattern, error) {
+	text, ahead, err := takeLookaheads(pattern, depth)
+	if err != nil {
+		return nil, err
+	}
+	re, err := syntax.Parse(text, syntax.Perl)
 	if err != nil {
 		var bad *syntax.Error
 		if errors.As(err, &bad) {
@@ -46,10 +63,14 @@ func ParsePattern(pattern string) (*Pattern, error) {
 		}
 		return nil, err
 	}
-	if err := checkAnchors(re, true, true); err != nil {
+	p := &Pattern{re, ahead, len(ahead) > 0}
+	if err := p.checkAnchors(re, depth == 0, true, false); err != nil {
 		return nil, err
 	}
-	return &Pattern{re}, nil
+	if depth == 0 && p.looks && p.mixed(re) {
+		return nil, errors.New("an anchor (^) in some alternatives only, beside lookahead ((?=, (?!) or anchors ($) that are not at the end, is not supported")
+	}
+	return p, nil
 }
 
 // unsupportedPattern says what is wrong with a pattern, in the words of those who write it.
@@ -58,37 +79,81 @@ func unsupportedPattern(e *syntax.Error) string {
 	switch {
 	case e.Code == syntax.ErrInvalidEscape && len(e.Expr) == 2 && e.Expr[1] >= '1' && e.Expr[1] <= '9':
 		return fmt.Sprintf("backreferences (%s) are not supported", e.Expr)
-	case strings.HasPrefix(at, "(?=") || strings.HasPrefix(at, "(?!") || strings.HasPrefix(at, "(?<=") || strings.HasPrefix(at, "(?<!"):
-		return "lookahead and lookbehind ((?=, (?!, (?<=, (?<!) are not supported"
+	case strings.HasPrefix(at, "(?<=") || strings.HasPrefix(at, "(?<!"):
+		return "lookbehind ((?<=, (?<!) is not supported"
 	}
 	return fmt.Sprintf("%s: %s", e.Code, e.Expr)
 }
 
-// ecmaEscapes writes \uXXXX as Go does, and two of them that are a surrogate pair as their one character.
+// What \s and \S are in ECMAScript, which has more spaces than Go, as parts of a class.
+const (
+	spaces   = `\t-\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}`
+	noSpaces = `\x{0}-\x{8}\x{e}-\x{1f}\x{21}-\x{9f}\x{a1}-\x{167f}\x{1681}-\x{1fff}\x{200b}-\x{2027}\x{202a}-\x{202e}\x{2030}-\x{205e}\x{2060}-\x{2fff}\x{3001}-\x{fefe}\x{ff00}-\x{10ffff}`
+)
+
+// ecmaEscapes writes \uXXXX as Go does, and two of them that are a surrogate pair as their one character, and the spaces
+// of ECMAScript.
 func ecmaEscapes(pattern string) string {
 	var b strings.Builder
-	for i := 0; i < len(pattern); i++ {
-		if pattern[i] != '\\' || i+1 == len(pattern) {
-			b.WriteByte(pattern[i])
-			continue
-		}
-		i++
-		if pattern[i] == 'u' && i+4 < len(pattern) && isHex(pattern[i+1:i+5]) {
-			r := hexRune(pattern[i+1 : i+5])
-			i += 4
-			if next := pattern[i+1:]; utf16.IsSurrogate(r) && len(next) >= 6 && next[:2] == `\u` && isHex(next[2:6]) {
-				if pair := utf16.DecodeRune(r, hexRune(next[2:6])); pair != utf8.RuneError {
-					r = pair
-					i += 6
-				}
+	for i := 0; i < len(pattern); {
+		end := i + width(pattern[i:])
+		part := pattern[i:end]
+		switch i = end; {
+		case part[0] == '[':
+			open := 1
+			for open < len(part) && (part[open] == '^' || part[open] == ']') && open < 3 {
+				open++
 			}
-			fmt.Fprintf(&b, `\x{%x}`, r)
-			continue
+			b.WriteString(part[:open])
+			for j := open; j < len(part); {
+				n := 1
+				if part[j] == '\\' {
+					n = min(2, len(part)-j)
+				}
+				escape := part[j : j+n]
+				if r, more := unicodeEscape(part[j:]); more > 0 {
+					escape, n = r, more
+				}
+				j += n
+				switch escape {
+				case `\s`:
+					escape = spaces
+				case `\S`:
+					escape = noSpaces
+				}
+				b.WriteString(escape)
+			}
+		case part == `\s`:
+			b.WriteString("[" + spaces + "]")
+		case part == `\S`:
+			b.WriteString("[^" + spaces + "]")
+		case part == `\u`:
+			r, more := unicodeEscape(pattern[end-2:])
+			if more == 0 {
+				r, more = part, 2
+			}
+			b.WriteString(r)
+			i = end - 2 + more
+		default:
+			b.WriteString(part)
 		}
-		b.WriteByte('\\')
-		b.WriteByte(pattern[i])
 	}
 	return b.String()
+}
+
+// unicodeEscape is \uXXXX, or two of them that are a surrogate pair, as Go writes it, and its length; 0: the pattern does
+// not begin with one.
+func unicodeEscape(pattern string) (escape string, length int) {
+	if len(pattern) < 6 || pattern[:2] != `\u` || !isHex(pattern[2:6]) {
+		return "", 0
+	}
+	r, length := hexRune(pattern[2:6]), 6
+	if next := pattern[6:]; utf16.IsSurrogate(r) && len(next) >= 6 && next[:2] == `\u` && isHex(next[2:6]) {
+		if pair := utf16.DecodeRune(r, hexRune(next[2:6])); pair != utf8.RuneError {
+			r, length = pair, 12
+		}
+	}
+	return fmt.Sprintf(`\x{%x}`, r), length
 }
 
 func isHex(s string) bool {
@@ -106,8 +171,9 @@ func hexRune(digits string) rune {
 	return rune(n)
 }
 
-// checkAnchors refuses what looks at what is around it, but for anchors at the ends of the whole.
-func checkAnchors(re *syntax.Regexp, first, last bool) error {
+// checkAnchors refuses what looks at what is before it, but for anchors at the beginning of the whole, and what looks at
+// what is behind it within repetitions.
+func (p *Pattern) checkAnchors(re *syntax.Regexp, first, last, repeated bool) error {
 	switch re.Op {
 	case syntax.OpWordBoundary, syntax.OpNoWordBoundary:
 		return errors.New(`word boundaries (\b, \B) are not supported`)
@@ -118,21 +184,28 @@ func checkAnchors(re *syntax.Regexp, first, last bool) error {
 			return errors.New(`an anchor (^) that is not at the beginning is not supported`)
 		}
 	case syntax.OpEndText:
-		if !last {
-			return errors.New(`an anchor ($) that is not at the end is not supported`)
+		if repeated {
+			return errors.New(`an anchor ($) within a repetition (*, +, {m,n}) is not supported`)
 		}
+		p.looks = p.looks || !last
 	case syntax.OpConcat:
 		for i, sub := range re.Sub {
-			if err := checkAnchors(sub, first && i == 0, last && i == len(re.Sub)-1); err != nil {
+			if err := p.checkAnchors(sub, first && !slices.ContainsFunc(re.Sub[:i], p.reads), last && !slices.ContainsFunc(re.Sub[i+1:], p.reads), repeated); err != nil {
 				return err
 			}
 		}
 		return nil
-	case syntax.OpStar, syntax.OpPlus, syntax.OpQuest, syntax.OpRepeat:
+	case syntax.OpCapture:
+		if !p.reads(re) && repeated {
+			return errors.New("lookahead ((?=, (?!) within a repetition (*, +, {m,n}) is not supported")
+		}
+	case syntax.OpStar, syntax.OpPlus, syntax.OpRepeat:
+		first, last, repeated = false, false, true
+	case syntax.OpQuest:
 		first, last = false, false
 	}
 	for _, sub := range re.Sub {
-		if err := checkAnchors(sub, first, last); err != nil {
+		if err := p.checkAnchors(sub, first, last, repeated); err != nil {
 			return err
 		}
 	}
@@ -141,10 +214,19 @@ func checkAnchors(re *syntax.Regexp, first, last bool) error {
 
 // Whole is the texts that the pattern matches from the first character to the last. runes makes an Expr of ranges of
 // characters, as Runes does.
-func (p *Pattern) Whole(runes func(...rune) Expr) Expr { return convert(p.re, runes) }
+func (p *Pattern) Whole(runes func(...rune) Expr) Expr {
+	if p.looks {
+		return p.before(p.re, runes, Seq())
+	}
+	return convert(p.re, runes)
+}
 
 // Within is the texts in which the pattern matches somewhere, with any number of others around it where it has no anchor.
+// Those around a pattern that looks at them are characters of runes.
 func (p *Pattern) Within(runes func(...rune) Expr, others Expr) Expr {
+	if p.looks {
+		return p.somewhere(p.re, runes)
+	}
 	return within(p.re, runes, Repeat(others, 0, -1), true, true)
 }
 
@@ -212,7 +294,7 @@ func convert(re *syntax.Regexp, runes func(...rune) Expr) Expr {
 	case syntax.OpCharClass:
 		return runes(re.Rune...)
 	case syntax.OpAnyCharNotNL:
-		return runes(0, '\n'-1, '\n'+1, utf8.MaxRune)
+		return runes(0, '\n'-1, '\n'+1, '\r'-1, '\r'+1, 0x2027, 0x202a, utf8.MaxRune) // ECMAScript has four ends of lines
 	case syntax.OpAnyChar:
 		return runes(0, utf8.MaxRune)
 	case syntax.OpCapture:

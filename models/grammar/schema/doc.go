@@ -3,12 +3,19 @@
 //
 // # What is supported
 //
-// type, enum, const; properties, required, additionalProperties, and maxProperties and minProperties of 1 where no
-// property is declared; items, prefixItems, minItems, maxItems; minLength, maxLength, pattern, and format of date-time,
-// date, time, duration, email, hostname, ipv4, ipv6 and uuid, all of them together too; minimum, maximum,
-// exclusiveMinimum, exclusiveMaximum, multipleOf of few digits; anyOf, allOf, oneOf where no value can fit two of its
-// schemas; $ref to parts of the same document, also recursive ones; OpenAPI's nullable. Annotations and unknown members
-// mean nothing. All other keywords that restrict values are refused, with their place.
+// type, enum, const; properties, required, additionalProperties, patternProperties of up to four patterns, propertyNames,
+// dependentRequired, dependentSchemas, maxProperties, and minProperties up to one more than the properties that are
+// declared; items, prefixItems, contains, minContains, maxContains, minItems, maxItems, and uniqueItems where items have few
+// values; minLength, maxLength, pattern, and format of date-time, date, time, duration, email, hostname, ipv4, ipv6 and
+// uuid, all of them together too; minimum, maximum, exclusiveMinimum, exclusiveMaximum, multipleOf of few digits; anyOf,
+// allOf, oneOf, not, if, then, else; $ref to parts of the same document, also recursive ones; OpenAPI's nullable.
+// Annotations and unknown members mean nothing. All other keywords that restrict values are refused, with their place, and
+// so are some within not and if: format, multipleOf, prefixItems, additionalProperties, patternProperties, propertyNames,
+// uniqueItems, dependencies, and enum of arrays and objects.
+//
+// Schemas that hold together are merged to shapes, which have no references and alternatives. What does not fit a schema
+// is alternatives, too: what does not fit one of its keywords. oneOf whose schemas may both fit a value is those that fit
+// one and none of the others. Names and strings that must not match are the complement of an automaton.
 //
 // # What is written
 //

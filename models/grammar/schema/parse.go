@@ -115,8 +115,15 @@ func text(v any) string {
 	if err := e.Encode(v); err != nil {
 		panic("schema: a value without a JSON form: " + err.Error())
 	}
-	return strings.TrimSuffix(b.String(), "\n")
+	written := strings.TrimSuffix(b.String(), "\n")
+	if _, ok := v.(string); ok { // as charsOf does, which escapes these no more than others
+		written = separators.Replace(written)
+	}
+	return written
 }
+
+// separators spells what encoding/json escapes for JavaScript of old. Of a backslash only its own escape begins with two.
+var separators = strings.NewReplacer(`\\`, `\\`, `\u2028`, "\u2028", `\u2029`, "\u2029")
 
 // equal compares values as JSON Schema does: numbers by what they are, objects without order.
 func equal(a, b any) bool {

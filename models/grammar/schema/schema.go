@@ -58,7 +58,7 @@ func Any(o Options) grammar.Expr { return newCompiler(true, o).any() }
 
 // AnyObject is any object.
 func AnyObject(o Options) grammar.Expr {
-	e, err := newCompiler(true, o).object(&shape{types: isObject, maxProperties: -1})
+	e, err := newCompiler(true, o).object(newShape("#"))
 	if err != nil {
 		panic("schema: any object: " + err.Error())
 	}
@@ -93,7 +93,7 @@ func Members(data []byte, o Options) ([]Member, bool) {
 	if !s.stated {
 		of &= s.implied
 	}
-	if of != isObject || s.hasEnum || !s.declares || s.minProperties > len(s.required) || s.maxProperties >= 0 && s.maxProperties < len(s.properties) || s.hasAdditional && !slices.ContainsFunc(s.additional, func(l located) bool { return l.value == false }) {
+	if of != isObject || s.hasEnum || !s.declares || len(s.patterned) > 0 || len(s.names) > 0 || s.minProperties > len(s.required) || s.maxProperties >= 0 && s.maxProperties < len(s.properties) || s.hasAdditional && !slices.ContainsFunc(s.additional, func(l located) bool { return l.value == false }) {
 		return nil, false
 	}
 	members := make([]Member, len(s.properties))
@@ -133,12 +133,15 @@ type compiler struct {
 	everything *grammar.Rule
 	depth      int
 	reads      int // of schemas
+	looked     int // reads for contradictions
 	enums      int // beside other keywords
 	enumWork   int // of their grammars
+	patterns   map[string]namePattern
+	nameWork   int // of the grammars of names
 }
 
 func newCompiler(root any, o Options) *compiler {
-	c := &compiler{root: root, o: o, rules: map[string]*grammar.Rule{}, strings: map[string]*grammar.Rule{}, open: map[string]bool{}, space: o.Space}
+	c := &compiler{root: root, o: o, rules: map[string]*grammar.Rule{}, strings: map[string]*grammar.Rule{}, open: map[string]bool{}, patterns: map[string]namePattern{}, space: o.Space}
 	switch {
 	case o.Compact:
 		c.space = grammar.Seq()
@@ -153,8 +156,7 @@ func newCompiler(root any, o Options) *compiler {
 func (c *compiler) any() grammar.Expr {
 	if c.everything == nil {
 		c.everything = &grammar.Rule{Name: "value"}
-		s := &shape{types: anyType, maxLength: -1, maxItems: -1, maxProperties: -1}
-		e, err := c.alternative(s)
+		e, err := c.alternative(newShape("#"))
 		if err != nil {
 			panic("schema: " + err.Error())
 		}
@@ -207,26 +209,18 @@ func (c *compiler) resolve(l located, ref any) (located, error) {
 
 // together is the alternatives of schemas that hold together.
 func (c *compiler) together(of all) ([]*shape, error) {
-	list := []*shape{{types: anyType, maxLength: -1, maxItems: -1, maxProperties: -1}}
+	list := []*shape{newShape("#")}
 	for i, l := range of {
 		others, err := c.shapes(l)
+		switch {
+		case err != nil:
+		case i == 0:
+			list = others
+		default:
+			list, err = c.both(l, list, others)
+		}
 		if err != nil {
 			return nil, err
-		}
-		if i == 0 {
-			list = others
-			continue
-		}
-		var joined []*shape
-		for _, a := range list {
-			for _, b := range others {
-				if m := merge(a, b); m != nil {
-					joined = append(joined, m)
-				}
-			}
-		}
-		if list = joined; len(list) > maxAlternatives {
-			return nil, l.fail("", "anyOf and allOf together give more than %d alternatives", maxAlternatives)
 		}
 	}
 	return list, nil
@@ -318,11 +312,16 @@ func (c *compiler) alternative(s *shape) (grammar.Expr, error) {
 		if err != nil {
 			return nil, err
 		}
+		if n == isFraction {
+			e = grammar.All(e, notWhole)
+		}
 		parts = append(parts, e)
 	case n == isInteger:
 		parts = append(parts, integers(s.least, s.most))
 	case n == isNumber:
 		parts = append(parts, numbers(s.least, s.most))
+	case n == isFraction:
+		parts = append(parts, grammar.All(numbers(s.least, s.most), notWhole))
 	}
 	for _, t := range []struct {
 		of   types
@@ -342,6 +341,18 @@ func (c *compiler) alternative(s *shape) (grammar.Expr, error) {
 
 // enum is the values of a list that fit the rest of a shape.
 func (c *compiler) enum(s *shape) (grammar.Expr, error) {
+	values, err := c.fitting(s)
+	if err != nil {
+		return nil, err
+	}
+	texts := make([]string, len(values))
+	for i, v := range values {
+		texts[i] = text(v)
+	}
+	return grammar.Literals(texts...), nil
+}
+
+func (c *compiler) fitting(s *shape) ([]any, error) {
 	rest := *s
 	rest.hasEnum, rest.enum, rest.stated = false, nil, true
 	rest.minLength, rest.maxLength = 0, -1 // compared below, without an automaton
@@ -351,12 +362,12 @@ func (c *compiler) enum(s *shape) (grammar.Expr, error) {
 		if c.enums++; c.enums > maxEnumSchemas {
 			return nil, located{path: s.path}.fail("enum", "more than %d of them are beside other keywords", maxEnumSchemas)
 		}
-		strict.reads, strict.enums, strict.enumWork = c.reads, c.enums, c.enumWork
+		strict.reads, strict.enums, strict.enumWork, strict.nameWork, strict.patterns, strict.looked = c.reads, c.enums, c.enumWork, c.nameWork, c.patterns, c.looked
 		e, err := strict.alternative(&rest)
 		if err != nil {
 			return nil, err
 		}
-		c.reads, c.enums, c.enumWork = strict.reads, strict.enums, strict.enumWork
+		c.reads, c.enums, c.enumWork, c.nameWork, c.looked = strict.reads, strict.enums, strict.enumWork, strict.nameWork, strict.looked
 		if c.enumWork > grammar.MaxWork {
 			return nil, located{path: s.path}.fail("enum", "the keywords beside this and other enums need too many states together: lower their numbers (minItems, maxItems, {m,n}), or leave them out")
 		}
@@ -367,25 +378,24 @@ func (c *compiler) enum(s *shape) (grammar.Expr, error) {
 		case errors.Is(err, grammar.ErrTooLarge):
 			return nil, located{path: s.path}.fail("enum", "the keywords beside it need too many states: lower their numbers (minItems, maxItems, {m,n}), or leave them out")
 		case errors.Is(err, grammar.ErrNoText):
-			return grammar.Any(), nil // nothing fits the rest
+			return nil, nil // nothing fits the rest
 		case err != nil:
 			return nil, located{path: s.path}.fail("enum", "the keywords beside it: %v", err)
 		}
 	}
-	var texts []string
+	var values []any
 	for _, v := range s.enum {
 		if x, ok := v.(string); ok {
 			if n := utf8.RuneCountInString(x); n < s.minLength || s.maxLength >= 0 && n > s.maxLength {
 				continue
 			}
 		}
-		t := text(v)
-		if s.types&typeOf(v) == 0 || fits != nil && s.implied&typeOf(v) != 0 && !fits.Match(t) {
+		if s.types&typeOf(v) == 0 || fits != nil && s.implied&typeOf(v) != 0 && !fits.Match(text(v)) {
 			continue
 		}
-		texts = append(texts, t)
+		values = append(values, v)
 	}
-	return grammar.Literals(texts...), nil
+	return values, nil
 }
 
 func (c *compiler) string(s *shape) (grammar.Expr, error) {
@@ -396,11 +406,14 @@ func (c *compiler) string(s *shape) (grammar.Expr, error) {
 	for _, p := range s.patterns {
 		fmt.Fprintf(&key, "%q ", p.value)
 	}
-	fmt.Fprintf(&key, "%q %d %d", s.formats, s.minLength, s.maxLength)
+	for _, p := range s.notPatterns {
+		fmt.Fprintf(&key, "not %q ", p.value)
+	}
+	fmt.Fprintf(&key, "%q %q %d %d", s.notStrings, s.formats, s.minLength, s.maxLength)
 	if r := c.strings[key.String()]; r != nil { // equal ones are one, which is compiled once
 		return r, nil
 	}
-	var parts []grammar.Expr
+	var parts, not []grammar.Expr
 	for _, l := range s.patterns {
 		p, err := grammar.ParsePattern(l.value.(string))
 		if err != nil {
@@ -408,10 +421,26 @@ func (c *compiler) string(s *shape) (grammar.Expr, error) {
 		}
 		parts = append(parts, p.Within(charsOf, anyChar))
 	}
+	for _, l := range s.notPatterns {
+		p, err := grammar.ParsePattern(l.value.(string))
+		if err != nil {
+			return nil, l.fail("pattern", "%v", err)
+		}
+		not = append(not, p.Within(charsOf, spelled))
+	}
+	for _, t := range s.notStrings {
+		not = append(not, grammar.Literal(strings.TrimSuffix(text(t)[1:], `"`)))
+	}
+	if len(not) > 0 { // in the spelling that these are in
+		parts = append(parts, grammar.Repeat(spelled, 0, -1))
+	}
 	for _, f := range s.formats {
 		parts = append(parts, formats[f])
 	}
-	keywords := slices.Concat(several("pattern", len(s.patterns)), several("format", len(s.formats)))
+	keywords := slices.Concat(several("pattern", len(s.patterns)+len(s.notPatterns)), several("format", len(s.formats)))
+	if len(s.notStrings) > 0 {
+		keywords = append(keywords, "enum")
+	}
 	if s.minLength > 0 || s.maxLength >= 0 {
 		parts = append(parts, grammar.Repeat(anyChar, s.minLength, s.maxLength))
 	}
@@ -428,8 +457,8 @@ func (c *compiler) string(s *shape) (grammar.Expr, error) {
 	if len(keywords) > 1 {
 		place += " beside " + strings.Join(keywords[1:], " and ")
 	}
-	if len(s.patterns) > 0 {
-		place += " at " + s.patterns[0].path
+	if l := slices.Concat(s.patterns, s.notPatterns); len(l) > 0 {
+		place += " at " + l[0].path
 	} else {
 		place += " at " + s.path
 	}
@@ -437,6 +466,9 @@ func (c *compiler) string(s *shape) (grammar.Expr, error) {
 	if len(parts) > 1 || len(s.patterns) > 0 { // a pattern alone so that one with too many states is told from what is around it
 		// A value that fits all parts is a text of each in the same spelling: that of patterns, which others have, too.
 		of = grammar.All(parts...)
+	}
+	if len(not) > 0 {
+		of = grammar.Except(of, not...)
 	}
 	r := &grammar.Rule{Name: "string", Body: quoted(of), Place: place}
 	c.strings[key.String()] = r
@@ -463,7 +495,16 @@ func (c *compiler) array(s *shape) (grammar.Expr, error) {
 		return grammar.Any(), nil
 	}
 	if s.maxItems == 0 {
+		if slices.ContainsFunc(s.contains, func(in contains) bool { return in.min > 0 }) {
+			return grammar.Any(), nil
+		}
 		return empty, nil
+	}
+	if s.unique && s.maxItems != 1 {
+		return c.unique(s)
+	}
+	if len(s.contains) > 0 {
+		return c.containing(s)
 	}
 	item, err := c.value(s.items)
 	if err != nil {
@@ -497,75 +538,6 @@ func (c *compiler) array(s *shape) (grammar.Expr, error) {
 	}
 	some := grammar.Seq(open, first[0], rest, end)
 	if s.minItems > 0 {
-		return some, nil
-	}
-	return grammar.Any(empty, some), nil
-}
-
-func (c *compiler) object(s *shape) (grammar.Expr, error) {
-	closed := s.declares && !s.hasAdditional && !c.o.Open
-	properties := slices.Clone(s.properties)
-	for _, name := range s.required {
-		if s.property(name) < 0 {
-			properties = append(properties, property{name, s.additional})
-		}
-	}
-	others := !closed && !slices.ContainsFunc(s.additional, func(l located) bool { return l.value == false })
-	if s.maxProperties >= 0 && s.maxProperties < max(len(s.required), s.minProperties) {
-		return grammar.Any(), nil
-	}
-	if s.minProperties > len(s.required) || s.maxProperties >= 0 && (others || len(properties) > s.maxProperties) {
-		return c.counted(s, len(properties) == 0 && others)
-	}
-	member := func(key grammar.Expr, of all) (grammar.Expr, error) {
-		e, err := c.value(of)
-		return grammar.Seq(key, c.space, grammar.Literal(":"), c.space, e), err
-	}
-	var items []grammar.Item
-	var names []string
-	for _, p := range properties {
-		e, err := member(grammar.Literal(text(p.name)), p.of)
-		if err != nil {
-			return nil, err
-		}
-		names = append(names, p.name)
-		items = append(items, grammar.Item{Of: e, Optional: !slices.Contains(s.required, p.name)})
-	}
-	if !closed {
-		key := quoted(grammar.Repeat(anyChar, 0, -1))
-		if len(names) > 0 {
-			key = keyOther(names)
-		}
-		e, err := member(key, s.additional)
-		if err != nil {
-			return nil, err
-		}
-		items = append(items, grammar.Item{Of: e, Optional: true, Repeated: true})
-	}
-	return grammar.Seq(grammar.Literal("{"), c.space, grammar.Separated(c.comma, items...), c.space, grammar.Literal("}")), nil
-}
-
-// counted is objects of which the number of members is limited; free: they may have any names.
-func (c *compiler) counted(s *shape, free bool) (grammar.Expr, error) {
-	switch l := (located{path: s.path}); {
-	case s.minProperties > 1 || s.minProperties > 0 && !free:
-		// Names that repeat count once, and nothing here keeps them from it.
-		return nil, l.fail("minProperties", "it is not supported above 1, or beside properties: list names in required")
-	case !free:
-		return nil, l.fail("maxProperties", "it is not supported beside properties")
-	}
-	open, end := grammar.Seq(grammar.Literal("{"), c.space), grammar.Seq(c.space, grammar.Literal("}"))
-	empty := grammar.Seq(open, grammar.Literal("}"))
-	if s.maxProperties == 0 {
-		return empty, nil
-	}
-	of, err := c.value(s.additional)
-	if err != nil {
-		return nil, err
-	}
-	member := grammar.Seq(quoted(grammar.Repeat(anyChar, 0, -1)), c.space, grammar.Literal(":"), c.space, of)
-	some := grammar.Seq(open, member, grammar.Repeat(grammar.Seq(c.comma, member), 0, max(s.maxProperties-1, -1)), end)
-	if s.minProperties > 0 {
 		return some, nil
 	}
 	return grammar.Any(empty, some), nil

@@ -2,9 +2,12 @@ package schema_test
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
@@ -90,6 +93,43 @@ func TestCompile(t *testing.T) {
 		{`{"type": "object"}`, []string{`{}`, `{"a":{"b":[1,{"c":null}]}}`}, []string{`[]`}},
 		{`true`, []string{`1`, `"x"`, `{"a":[]}`, `-1.5e+3`}, []string{``, `nul`}},
 		{`{"required": ["a"], "type": "object"}`, []string{`{"a":1}`, `{"a":1,"b":2}`}, []string{`{}`, `{"b":1}`}},
+		// Fields of zod and pydantic that are not to have a value, or that ask for others.
+		{`{"properties": {"a": {"not": {}}, "b": {"type": "null"}}}`, []string{`{}`, `{"b":null}`}, []string{`{"a":1}`}},
+		{`{"type": "string", "not": {"enum": ["a", "b\"", "\u2028"]}}`, []string{`""`, `"ab"`, `"b"`}, []string{`"a"`, `"b\""`, `"\u0061"`, "\"\u2028\"", `"\u2028"`, `1`}},
+		{`{"type": "string", "minLength": 1, "not": {"pattern": "^\\s|\\s$"}}`, []string{`"a b"`, `"\""`}, []string{`" a"`, `"a\n"`, `""`, `"\u0020a"`}},
+		{`{"type": ["number", "null"], "not": {"enum": [0, 2.5]}}`, []string{`1`, `2.51`, `-3`, `null`}, []string{`0`, `0.0`, `2.50`, `"x"`}},
+		{
+			`{"type": "object", "properties": {"kind": {"enum": ["box", "ball"]}, "side": {"type": "integer"}, "radius": {"type": "integer"}}, "required": ["kind"],
+				"if": {"properties": {"kind": {"const": "box"}}}, "then": {"required": ["side"]}, "else": {"required": ["radius"], "properties": {"side": false}}}`,
+			[]string{`{"kind":"box","side":1}`, `{"kind":"ball","radius":2}`, `{"kind":"box","side":1,"radius":2}`},
+			[]string{`{"kind":"box","radius":1}`, `{"kind":"ball","side":2}`, `{"kind":"ball"}`, `{"kind":"ball","side":1,"radius":2}`},
+		},
+		{
+			`{"type": "object", "properties": {"id": {"type": "integer"}, "mail": {"type": "string"}}, "oneOf": [{"required": ["id"]}, {"required": ["mail"]}]}`,
+			[]string{`{"id":1}`, `{"mail":"x"}`},
+			[]string{`{}`, `{"id":1,"mail":"x"}`},
+		},
+		{
+			`{"type": "object", "properties": {"card": {"type": "integer"}, "street": {"type": "null"}}, "dependentRequired": {"card": ["street"]}}`,
+			[]string{`{}`, `{"street":null}`, `{"card":1,"street":null}`},
+			[]string{`{"card":1}`},
+		},
+		// Sets and dictionaries of pydantic, records of zod.
+		{`{"type": "array", "items": {"enum": ["x", "y", 1]}, "uniqueItems": true, "minItems": 1}`, []string{`["x"]`, `["y", "x"]`, `[1,"x","y"]`}, []string{`[]`, `["x","x"]`, `["x",1,"x"]`, `["z"]`}},
+		{`{"type": "array", "items": {"type": "string"}, "uniqueItems": true, "maxItems": 1}`, []string{`["x"]`, `[]`}, []string{`["x","y"]`}},
+		{`{"type": "object", "patternProperties": {"^x-": {"type": "integer"}}}`, []string{`{}`, `{"x-a": 1, "x-\"": 2}`}, []string{`{"x-a":"b"}`, `{"y":1}`, `{"\u0078-":1}`}},
+		{
+			`{"type": "object", "properties": {"n1": {"minimum": 5}, "s": {"type": "string"}}, "patternProperties": {"^n": {"type": "integer"}, "1$": {"maximum": 9}}, "additionalProperties": {"type": "null"}, "required": ["n1"]}`,
+			[]string{`{"n1":7}`, `{"n1":5,"s":"x","n2":100,"m1":-0.5,"z":null}`},
+			[]string{`{}`, `{"n1":4}`, `{"n1":10}`, `{"n1":7,"n2":"x"}`, `{"n1":7,"n21":10}`, `{"n1":7,"z":1}`},
+		},
+		{`{"type": "object", "propertyNames": {"enum": ["red", "green"]}, "additionalProperties": {"type": "integer"}}`, []string{`{}`, `{"green":1,"red":2}`}, []string{`{"blue":1}`, `{"red":"x"}`}},
+		{`{"type": "object", "propertyNames": {"pattern": "^[a-z]{2}$"}, "properties": {"de": {"const": 1}, "x": {}}, "additionalProperties": {"const": 2}}`, []string{`{"de":1,"fr":2}`}, []string{`{"x":1}`, `{"de":2}`, `{"fra":2}`}},
+		{`{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}, "c": {"type": "integer"}}, "minProperties": 1, "maxProperties": 2}`, []string{`{"a":1}`, `{"b":1, "c":2}`}, []string{`{}`, `{"a":1,"b":2,"c":3}`}},
+		{`{"type": "array", "items": {"type": "integer"}, "contains": {"minimum": 10}, "maxItems": 3}`, []string{`[10]`, `[1,12,3]`}, []string{`[]`, `[1,2]`, `[1,2,3,10]`, `["x",10]`}},
+		{`{"contains": {"const": "x"}, "minContains": 2, "maxContains": 2}`, []string{`["x","x"]`, `[1,"x",null,"x"]`}, []string{`["x"]`, `["x","x","x"]`}},
+		// Passwords.
+		{`{"type": "string", "pattern": "^(?=.*[a-z])(?=.*\\d)(?!.*\")[\\x20-\\x7e]{4,}$", "maxLength": 6}`, []string{`"ab12"`, `"\\a1 x"`}, []string{`"abcd"`, `"1234"`, `"a1\"bc"`, `"ab12345"`, `"a\u0031bc"`}},
 		{`{"type": "object", "properties": {"a/b~": {"type": "null"}}, "required": ["a/b~"]}`, []string{`{"a/b~":null}`}, nil},
 	} {
 		e, err := schema.Compile([]byte(c.schema), schema.Options{})
@@ -117,32 +157,41 @@ func TestCompile(t *testing.T) {
 
 func TestRefused(t *testing.T) {
 	for text, want := range map[string]string{
-		`{"properties": {"a/b": {"not": {}}}}`:                   "not at #/properties/a~1b: it is not supported",
-		`{"if": {}, "then": {}}`:                                 "if at #:",
-		`{"items": {"multipleOf": 997}}`:                         "multipleOf at #/items: it is not supported with so many digits",
-		`{"multipleOf": 1e-13}`:                                  "multipleOf at #: it is not supported",
-		`{"multipleOf": 0}`:                                      "multipleOf at #: it must be above 0",
-		`{"multipleOf": "2"}`:                                    "multipleOf at #: it must be a number",
-		`{"patternProperties": {}}`:                              "patternProperties at #",
-		`{"properties": {"a": {}, "b": {}}, "maxProperties": 1}`: "maxProperties at #: it is not supported beside properties",
-		`{"type": "object", "minProperties": 2}`:                 "minProperties at #: it is not supported above 1",
-		`{"uniqueItems": true}`:                                  "uniqueItems",
-		`{"type": "str"}`:                                        `type at #: "str" is no type`,
-		`{"$ref": "#/$defs/x"}`:                                  `there is no "#/$defs/x"`,
-		`{"$ref": "https://example.com/a"}`:                      "only references within the schema",
-		`{"$ref": "#"}`:                                          "$ref at #: it refers to itself",
+		`{"properties": {"a/b": {"not": {"format": "date"}}}}`:                 "format at #/properties/a~1b/not: it is not supported within not or if",
+		`{"if": {"multipleOf": 2}, "then": {}}`:                                "multipleOf at #/if: it is not supported within not or if",
+		`{"not": {"enum": [[1]]}}`:                                             "enum at #/not: an array or an object in it is not supported within not",
+		`{"not": {"$ref": "#"}}`:                                               "$ref at #: it refers to itself",
+		`{"not": 1}`:                                                           "at #/not: a schema must be an object",
+		`{"dependentRequired": {"a": {}}}`:                                     `dependentRequired at #: "a" must have a list of names`,
+		`{"dependentSchemas": {"a": []}}`:                                      `dependentSchemas at #: "a" must have a schema`,
+		`{"dependentRequired": {"a": [1]}}`:                                    "dependentRequired at #: it must be a list of names",
+		`{"unevaluatedProperties": false}`:                                     "unevaluatedProperties at #: it is not supported",
+		`{"items": {"multipleOf": 997}}`:                                       "multipleOf at #/items: it is not supported with so many digits",
+		`{"multipleOf": 1e-13}`:                                                "multipleOf at #: it is not supported",
+		`{"multipleOf": 0}`:                                                    "multipleOf at #: it must be above 0",
+		`{"multipleOf": "2"}`:                                                  "multipleOf at #: it must be a number",
+		`{"patternProperties": {"(": {}}}`:                                     "patternProperties at #: \"(\": missing closing )",
+		`{"patternProperties": 1}`:                                             "patternProperties at #: it must be an object",
+		`{"patternProperties": {"a": {}, "b": {}, "c": {}, "d": {}, "e": {}}}`: "patternProperties at #: more than 4 patterns",
+		`{"type": "object", "minProperties": 2}`:                               "minProperties at #: it is not supported above the number of properties and one",
+		`{"uniqueItems": true}`:                                                "uniqueItems at #: it is supported where items have few values",
+		`{"uniqueItems": true, "items": {"enum": [1,2,3,4,5,6,7,8,9,10,11,12,13]}}`: "uniqueItems at #: its items have 13 values",
+		`{"contains": {}, "minContains": 2000}`:                                     "contains at #: it is not supported beside so large numbers",
+		`{"contains": {}, "allOf": [{"contains": {"type": "null"}}]}`:               "contains at #: it is not supported beside another contains",
+		`{"type": "str"}`:                   `type at #: "str" is no type`,
+		`{"$ref": "#/$defs/x"}`:             `there is no "#/$defs/x"`,
+		`{"$ref": "https://example.com/a"}`: "only references within the schema",
+		`{"$ref": "#"}`:                     "$ref at #: it refers to itself",
 		`{"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}`: "refers to itself",
 		`{"allOf": [{"$ref": "#"}]}`:                                                                   "refers to itself",
-		`{"oneOf": [{"type": "string"}, {"maxLength": 3}]}`:                                            "oneOf at #: the schemas 0 and 1 may both fit",
-		`{"type": "string", "pattern": "(?=a)"}`:                                                       "pattern at #: lookahead",
+		`{"oneOf": [{"type": "string"}, {"format": "date"}]}`:                                          "that differ; to tell them apart here: format at #/oneOf/1",
+		`{"type": "string", "pattern": "(?<=a)"}`:                                                      "pattern at #: lookbehind",
 		`{"type": "string", "pattern": 1}`:                                                             "it must be a string",
-		`{"allOf": [{"pattern": "a"}, {"pattern": "(?=a)"}]}`:                                          "pattern at #/allOf/1: lookahead",
+		`{"allOf": [{"pattern": "a"}, {"pattern": "((?=a)a)*"}]}`:                                      "pattern at #/allOf/1: lookahead",
 		`{"$ref": "#/$defs/a", "type": "string", "minLength": 1, "$defs": {"a": {"pattern": "a\\b"}}}`: "pattern at #/$defs/a: word boundaries",
 		`{"type": "array", "items": [{}], "prefixItems": [{}]}`:                                        "it must be one schema beside prefixItems",
-		`{"propertyNames": {"maxLength": 3}}`:                                                          "propertyNames at #: it is not supported, but as the type string",
-		`{"propertyNames": {"type": ["string"]}}`:                                                      "propertyNames at #",
-		`{"oneOf": [{"type": "object", "properties": {"a": {"const": 1}}}, {"type": "object", "properties": {"a": {"const": 2}}}]}`:      "oneOf at #: the schemas 0 and 1 may both fit",
-		`{"oneOf": [{"type": "object"}, {"type": "object", "properties": {"a": {"const": 2}}}], "discriminator": {"propertyName": "a"}}`: "oneOf at #: the schemas 0 and 1 may both fit",
+		`{"propertyNames": {"pattern": "("}}`:                                                          "pattern at #/propertyNames: missing",
+		`{"oneOf": [{"type": "object"}, {"type": "object", "properties": {"a": {"multipleOf": 2}}}], "discriminator": {"propertyName": "a"}}`: "multipleOf at #/oneOf/1/properties/a: it is not supported within not or if, or in a oneOf whose schemas may both fit",
 		`{"minimum": "1"}`:  "minimum at #: it must be a number",
 		`{"maxLength": -1}`: "not negative",
 		`{"enum": 1}`:       "it must be a list",
@@ -187,6 +236,9 @@ func TestTooLarge(t *testing.T) {
 		`{"properties": {"a": {"type": "array", "items": {"maxLength": 9}, "maxItems": 5000}}}`:                                                                      "at #/properties/a: it needs",
 		`{"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"maxLength": 10000}}}`:                                                                         "maxLength at #/$defs/b: it needs",
 		`{"properties": {"a": {"maxLength": 900}, "b": {"maxLength": 1000}, "c": {"maxLength": 800}}}`:                                                               "maxLength at #/properties/b, the largest part: it needs",
+		`{"items": {"type": "array", "items": {"enum": [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]}, "uniqueItems": true}}`:                                              "uniqueItems at #/items: it needs too many states",
+		`{"items": {"pattern": "^(?=.*a.{9}b)(?=.*c.{9}d)", "maxLength": 90}}`:                                                                                       "pattern beside maxLength at #/items: it needs",
+		`{"patternProperties": {"a.{14}b": {}}}`:                                                                                                                     "patternProperties at #: \"a.{14}b\": it needs too many states",
 		`{"properties": {"a": {"enum": [["a"]], "maxItems": 100000}}}`:                                                                                               "enum at #/properties/a: the keywords beside it need too many states",
 	} {
 		e, err := schema.Compile([]byte(text), schema.Options{})
@@ -205,7 +257,7 @@ func TestTooLarge(t *testing.T) {
 // TestManyEnums: enums beside keywords that need many states, each of which would take half a second, have one limit
 // together, also where nothing fits them.
 func TestManyEnums(t *testing.T) {
-	for _, beside := range []string{`"pattern": "^.{1000}%d"`, `"pattern": "^.{1000}%[1]dx", "allOf": [{"pattern": "^.{1000}%[1]dy"}]`} {
+	for _, beside := range []string{`"pattern": "^.{700}%d"`, `"pattern": "^.{700}%[1]dx", "allOf": [{"pattern": "^.{700}%[1]dy"}]`} {
 		var parts []string
 		for i := range 200 {
 			parts = append(parts, fmt.Sprintf(`"a%d": {"enum": ["x"], `+beside+`}`, i, 1000+i))
@@ -323,7 +375,7 @@ func random(r *rand.Rand, depth int) map[string]any {
 			f()
 		}
 	}
-	n := 13
+	n := 20
 	if depth == 0 {
 		n = 8
 	}
@@ -380,8 +432,162 @@ func random(r *rand.Rand, depth int) map[string]any {
 		s["anyOf"] = []any{random(r, depth-1), random(r, depth-1)}
 	case 12:
 		s["allOf"] = []any{random(r, depth-1), map[string]any{"type": []any{"object", "array", "string", "integer"}}}
+	case 13:
+		s["oneOf"] = []any{random(r, depth-1), random(r, depth-1)}
+	case 14:
+		s = random(r, depth-1)
+		s["not"] = random(r, depth-1)
+	case 15:
+		s = random(r, depth-1)
+		s["if"], s["then"] = random(r, depth-1), random(r, depth-1)
+		maybe(func() { s["else"] = random(r, depth-1) })
+	case 16:
+		s["type"], s["patternProperties"] = "object", map[string]any{pick("^a", "0$", "[b\"]").(string): random(r, depth-1), pick("é", "1", "^.?$").(string): random(r, depth-1)}
+		maybe(func() {
+			s["properties"], s["required"] = map[string]any{"a1": random(r, depth-1)}, []any{pick("a1", "b0")}
+		})
+		maybe(func() { s["additionalProperties"] = pick(false, true, random(r, depth-1)) })
+	case 17:
+		s["type"], s["propertyNames"] = "object", pick(map[string]any{"maxLength": 3}, map[string]any{"enum": []any{"a0", "b"}}, map[string]any{"pattern": "^[a-d\"]+$"}, map[string]any{"not": map[string]any{"pattern": "a"}})
+		maybe(func() { s["properties"] = map[string]any{"a0": random(r, depth-1), "dé": true} })
+		maybe(func() { s["additionalProperties"] = random(r, depth-1) })
+	case 18:
+		s["type"] = "array"
+		if s["items"] = random(r, depth-1); r.IntN(3) == 0 {
+			s["items"], s["uniqueItems"] = pick(map[string]any{"enum": []any{"a", "b", 1, 1.5}}, map[string]any{"type": []any{"boolean", "null"}}), true
+		} else {
+			s["contains"] = random(r, depth-1)
+			maybe(func() { s["minContains"] = r.IntN(3) })
+			maybe(func() { s["maxContains"] = r.IntN(4) })
+		}
+		maybe(func() { s["minItems"] = r.IntN(3) })
+		maybe(func() { s["maxItems"] = 2 + r.IntN(3) })
+	case 19:
+		s["type"], s["properties"] = "object", map[string]any{"a0": random(r, depth-1), "a1": true}
+		s[pick("dependentRequired", "dependencies").(string)] = map[string]any{"a0": []any{"a1"}}
+		maybe(func() { s["dependentSchemas"] = map[string]any{"a1": random(r, depth-1)} })
 	}
 	return s
+}
+
+// exact are schemas of which every value is written.
+func exact(r *rand.Rand, depth int) any {
+	sub := func() any { return exact(r, depth-1) }
+	pick := func(values ...any) any { return values[r.IntN(len(values))] }
+	n := 20
+	if depth == 0 {
+		n = 8
+	}
+	switch r.IntN(n) {
+	case 0:
+		return map[string]any{"type": pick("integer", "string", "null", "boolean", "object", "array", []any{"number", "string"}, []any{"null", "array"})}
+	case 1:
+		return map[string]any{pick("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum").(string): pick(0, 1, 1.5)}
+	case 2:
+		return map[string]any{pick("minLength", "maxLength", "minItems", "maxItems", "maxProperties").(string): r.IntN(3)}
+	case 3:
+		return map[string]any{"pattern": pick("^a", "b$", "a.b", "^$", "[^a]")}
+	case 4:
+		return map[string]any{"enum": []any{pick("a", "ab", ""), pick(0, 1, 1.5), pick(nil, true)}}
+	case 5:
+		return map[string]any{"required": pick([]any{"a"}, []any{"b", "a"})}
+	case 6:
+		return pick(true, false)
+	case 7:
+		return map[string]any{"const": pick("b", 2, nil, false)}
+	case 8:
+		return map[string]any{"properties": map[string]any{"a": sub(), "ab": sub()}}
+	case 9:
+		return map[string]any{"properties": map[string]any{"b": sub()}, "additionalProperties": sub()}
+	case 10:
+		return map[string]any{"patternProperties": map[string]any{"a": sub(), pick("^b", "b$").(string): sub()}, "additionalProperties": sub()}
+	case 11:
+		return map[string]any{"propertyNames": sub()}
+	case 12:
+		return map[string]any{"items": sub()}
+	case 13:
+		return map[string]any{"prefixItems": []any{sub(), sub()}, "items": sub()}
+	case 14:
+		return map[string]any{"contains": sub(), "minContains": r.IntN(3), "maxContains": 1 + r.IntN(2)}
+	case 15:
+		return map[string]any{"not": sub()}
+	case 16:
+		return map[string]any{"if": sub(), "then": sub(), "else": sub()}
+	case 17:
+		return map[string]any{pick("anyOf", "oneOf", "allOf").(string): []any{sub(), sub(), sub()}}
+	case 18:
+		return map[string]any{pick("dependentRequired", "dependencies").(string): map[string]any{"a": []any{"b"}}, "dependentSchemas": map[string]any{"b": sub()}}
+	}
+	joined := map[string]any{}
+	for range 3 {
+		if m, ok := sub().(map[string]any); ok {
+			maps.Copy(joined, m)
+		}
+	}
+	return joined
+}
+
+// TestExact: of all values of a small world exactly those are written that a validator of others takes.
+func TestExact(t *testing.T) {
+	world := []any{nil, true, false, 0, 1, 1.5, 2, "", "a", "b", "ab", "aab", "c"}
+	for _, x := range world[1:] {
+		world = append(world, []any{x}, []any{x, "a"}, map[string]any{"a": x}, map[string]any{"b": x, "ab": 1}, map[string]any{"a": "b", "b": x, "c": 1}, []any{x, 1, x})
+	}
+	world = append(world, []any{}, map[string]any{}, map[string]any{"": 1}, []any{[]any{"a"}, map[string]any{"a": nil}})
+	texts := make([][]string, len(world))
+	for i, v := range world {
+		texts[i] = orders(v)
+	}
+	r := rand.New(rand.NewPCG(11, 12))
+	tried, valid := 0, 0
+	for range 1500 {
+		data, err := json.Marshal(exact(r, 3))
+		if err != nil {
+			t.Fatal(err)
+		}
+		e, err := schema.Compile(data, schema.Options{Open: true, Compact: true})
+		if err != nil {
+			continue
+		}
+		match := func(string) bool { return false }
+		if g, err := grammar.New(e, nil); err == nil {
+			match = g.Match
+		} else if !errors.Is(err, grammar.ErrNoText) {
+			t.Fatalf("%s: %v", data, err)
+		}
+		validator, err := validatorOf(data)
+		if err != nil {
+			t.Fatalf("%s: %v", data, err)
+		}
+		tried++
+		for i, v := range world {
+			want := validator.Validate(v) == nil
+			if want {
+				valid++
+			}
+			if got := slices.ContainsFunc(texts[i], match); got != want {
+				t.Fatalf("%s: %v is written: %v, want %v", data, texts[i][0], got, want)
+			}
+		}
+	}
+	if tried < 1000 || valid < 20000 {
+		t.Errorf("%d schemas, %d valid values", tried, valid)
+	}
+}
+
+// validatorOf is that of others.
+func validatorOf(data []byte) (*jsonschema.Schema, error) {
+	document, err := jsonschema.UnmarshalJSON(strings.NewReader(string(data)))
+	if err != nil {
+		return nil, err
+	}
+	c := jsonschema.NewCompiler()
+	c.AssertFormat()
+	c.DefaultDraft(jsonschema.Draft2020)
+	if err := c.AddResource("schema.json", document); err != nil {
+		return nil, err
+	}
+	return c.Compile("schema.json")
 }
 
 // alphabet is a vocabulary of bytes, and of tokens like those of real ones.
@@ -465,17 +671,7 @@ func check(r *rand.Rand, data []byte, o schema.Options, texts int) (int, error) 
 	if err != nil {
 		return 0, nil //nolint:nilerr // refused
 	}
-	document, err := jsonschema.UnmarshalJSON(strings.NewReader(string(data)))
-	if err != nil {
-		return 0, err
-	}
-	c := jsonschema.NewCompiler()
-	c.AssertFormat()
-	c.DefaultDraft(jsonschema.Draft2020)
-	if err := c.AddResource("schema.json", document); err != nil {
-		return 0, err
-	}
-	validator, err := c.Compile("schema.json")
+	validator, err := validatorOf(data)
 	if err != nil {
 		return 0, nil //nolint:nilerr // what the validator refuses cannot be judged
 	}
@@ -506,6 +702,9 @@ func FuzzCompile(f *testing.F) {
 	f.Add([]byte(`{"type": "string", "pattern": "^[^a]|é.?$", "minLength": 2, "maxLength": 9, "allOf": [{"pattern": "[a-z\"\\n]{2}"}]}`), uint64(5))
 	f.Add([]byte(`{"items": {"type": "string", "format": "email", "pattern": "^[a-m.]+@", "maxLength": 20}, "minItems": 1}`), uint64(6))
 	f.Add([]byte(`{"type": "number", "multipleOf": 0.15, "minimum": -2.2, "exclusiveMaximum": 1e3}`), uint64(4))
+	f.Add([]byte(`{"patternProperties": {"^a": {"not": {"minimum": 2}}}, "propertyNames": {"maxLength": 3}, "dependentRequired": {"a": ["b"]}}`), uint64(7))
+	f.Add([]byte(`{"oneOf": [{"contains": {"enum": ["a", 1]}, "maxContains": 2}, {"if": {"minItems": 2}, "then": {"items": {"type": ["null", "integer"]}}}]}`), uint64(8))
+	f.Add([]byte(`{"type": "array", "items": {"enum": [true, "a"]}, "uniqueItems": true, "minProperties": 1}`), uint64(9))
 	f.Add([]byte(`{"allOf": [{"enum": [1, 2.0]}, {"type": "integer"}], "oneOf": [{"maximum": 1}, {"minimum": 2}]}`), uint64(3))
 	f.Fuzz(func(t *testing.T, data []byte, seed uint64) {
 		if _, err := check(rand.New(rand.NewPCG(seed, 1)), data, schema.Options{Open: seed%2 == 0}, 3); err != nil {

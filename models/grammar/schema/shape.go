@@ -2,10 +2,14 @@ package schema
 
 import (
 	"encoding/json"
+	"errors"
+	"fmt"
 	"math/big"
 	"slices"
 	"strconv"
 	"strings"
+
+	"github.com/moeserve/moeserve/models/grammar"
 )
 
 // types is a set of types.
@@ -46,18 +50,24 @@ type shape struct {
 	minLength   int
 	maxLength   int       // -1: any
 	patterns    []located // their values are texts
+	notPatterns []located
+	notStrings  []string
 	formats     []string
 
 	prefix   []all
 	items    all
 	minItems int
 	maxItems int // -1: any
+	contains []contains
+	unique   bool
 
 	declares      bool // properties is there
 	properties    []property
 	required      []string
 	hasAdditional bool
-	additional    all
+	additional    all // of other names, beside what patterned has for them
+	patterned     []patterned
+	names         all // of the names themselves
 	minProperties int
 	maxProperties int // -1: any
 }
@@ -71,17 +81,67 @@ func (s *shape) property(name string) int {
 	return slices.IndexFunc(s.properties, func(p property) bool { return p.name == name })
 }
 
+// of is the schemas of the property of a name.
+func (s *shape) of(name string) all {
+	if i := s.property(name); i >= 0 {
+		return s.properties[i].of
+	}
+	of := s.additional
+	for _, p := range s.patterned {
+		of = join(of, p.of(func(n namePattern) bool { return n.match(name) }))
+	}
+	return of
+}
+
+// patterned is what one schema has of names by patterns, and additional of names that match none.
+type patterned struct {
+	patterns   []namePattern
+	additional all
+}
+
+// namePattern is a pattern of names, and the schema of the properties that have them.
+type namePattern struct {
+	pattern string
+	match   func(name string) bool
+	names   grammar.Expr // as keys, each in one spelling
+	schema  located
+}
+
+// of is the schemas of a name that matches some of the patterns.
+func (p patterned) of(matches func(namePattern) bool) (of all) {
+	for _, n := range p.patterns {
+		if matches(n) {
+			of = append(of, n.schema)
+		}
+	}
+	if len(of) == 0 {
+		return p.additional
+	}
+	return of
+}
+
+// contains is how many items of an array fit a schema.
+type contains struct {
+	schema   located
+	min, max int // max < 0: any
+}
+
+// negation is the value of a schema that holds where another one does not.
+type negation struct{ of located }
+
+func not(l located) located { return located{negation{l}, l.path + " (not)"} }
+
 // ignored are keywords that restrict nothing, and those that others read.
 var ignored = []string{
 	"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly", "$schema", "$comment", "$defs", "definitions",
 	"contentEncoding", "contentMediaType", "contentSchema", "$id", "$anchor", "$vocabulary", "discriminator", "nullable", "then", "else", "minContains", "maxContains",
 }
 
-// unsupported are keywords that restrict values in ways that no grammar here has, and why.
-var unsupported = map[string]string{
-	"not": "", "if": "", "contains": "", "unevaluatedItems": "", "unevaluatedProperties": "", "dependentSchemas": "", "dependentRequired": "",
-	"dependencies": "", "patternProperties": "", "$dynamicRef": "", "$recursiveRef": "",
-}
+// combined are keywords that make alternatives.
+var combined = []string{"$ref", "allOf", "anyOf", "oneOf", "not", "if", "dependentRequired", "dependentSchemas", "dependencies"}
+
+// unsupported are keywords that restrict values in ways that no grammar here has.
+var unsupported = []string{"unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$recursiveRef"}
 
 // limits of what a schema may be.
 const (
@@ -89,7 +149,13 @@ const (
 	maxRules        = 1 << 13
 	maxReads        = 1 << 14 // of schemas, of which a reference is one again each time
 	maxEnumSchemas  = 1 << 8  // enums beside other keywords
+	maxNotNumbers   = 16      // numbers that a value is not
+	maxNamePatterns = 4       // of one object
 )
+
+func newShape(path string) *shape {
+	return &shape{path: path, types: anyType, maxLength: -1, maxItems: -1, maxProperties: -1}
+}
 
 // shapes returns the alternatives of a schema.
 func (c *compiler) shapes(l located) ([]*shape, error) {
@@ -97,10 +163,13 @@ func (c *compiler) shapes(l located) ([]*shape, error) {
 		if !on {
 			return nil, nil
 		}
-		return []*shape{{path: l.path, types: anyType, maxLength: -1, maxItems: -1, maxProperties: -1}}, nil
+		return []*shape{newShape(l.path)}, nil
 	}
 	if c.reads++; c.reads > maxReads {
 		return nil, l.fail("", "its references and alternatives are too many")
+	}
+	if n, ok := l.value.(negation); ok {
+		return c.negate(n.of)
 	}
 	o, ok := l.value.(*object)
 	if !ok {
@@ -116,87 +185,240 @@ func (c *compiler) shapes(l located) ([]*shape, error) {
 		return nil, err
 	}
 	list := []*shape{base}
-	and := func(others []*shape) error {
-		var joined []*shape
-		for _, a := range list {
-			for _, b := range others {
-				if m := merge(a, b); m != nil {
-					joined = append(joined, m)
-				}
-				if len(joined) > maxAlternatives {
-					return l.fail("", "anyOf and allOf together give more than %d alternatives", maxAlternatives)
-				}
-			}
-		}
-		list = joined
-		return nil
-	}
-	if o.has("$ref") {
-		target, err := c.resolve(l, o.get("$ref"))
-		if err != nil {
-			return nil, err
-		}
-		others, err := c.shapes(target)
-		if err == nil {
-			err = and(others)
-		}
-		if err != nil {
-			return nil, err
-		}
-	}
-	for _, keyword := range []string{"allOf", "anyOf", "oneOf"} {
+	for _, keyword := range combined {
 		if !o.has(keyword) {
 			continue
 		}
-		parts, ok := o.get(keyword).([]any)
-		if !ok || len(parts) == 0 {
-			return nil, l.fail(keyword, "it must be a list of schemas, and not empty")
-		}
-		var either []*shape
-		var each [][]*shape
-		for i, part := range parts {
-			others, err := c.shapes(located{part, l.at(keyword, strconv.Itoa(i))})
+		if keyword == "allOf" {
+			parts, err := l.parts(keyword, o.get(keyword))
+			for _, part := range parts {
+				if err == nil {
+					list, err = c.with(l, list, part)
+				}
+			}
 			if err != nil {
 				return nil, err
 			}
-			if keyword == "allOf" {
-				if err := and(others); err != nil {
-					return nil, err
-				}
-				continue
-			}
-			if either, each = append(either, others...), append(each, others); len(either) > maxAlternatives {
-				return nil, l.fail(keyword, "it has more than %d alternatives", maxAlternatives)
-			}
-		}
-		if keyword == "allOf" {
 			continue
 		}
-		if keyword == "oneOf" {
-			requireTag(o.get("discriminator"), each)
-			if err := c.exclusive(l, list, each); err != nil {
-				return nil, err
-			}
+		others, err := c.combine(l, o, keyword, list)
+		if err == nil {
+			list, err = c.both(l, list, others)
 		}
-		if err := and(either); err != nil {
+		if err != nil {
 			return nil, err
 		}
 	}
 	return list, nil
 }
 
+// contradicts says whether an object requires a property that no value fits, as far as that is found with few reads.
+func (c *compiler) contradicts(s *shape) bool {
+	if s.types != isObject {
+		return false
+	}
+	for _, name := range s.required {
+		of := s.of(name)
+		if never(of) {
+			return true
+		}
+		if len(of) < 2 || c.looked > maxReads {
+			continue
+		}
+		before := c.reads
+		shapes, err := c.together(of)
+		c.looked, c.reads = c.looked+c.reads-before, before
+		if err == nil && len(shapes) == 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// with is the alternatives that fit a schema, too.
+func (c *compiler) with(l located, list []*shape, of located) ([]*shape, error) {
+	others, err := c.shapes(of)
+	if err != nil {
+		return nil, err
+	}
+	return c.both(l, list, others)
+}
+
+// both is the alternatives that fit one of each list.
+func (c *compiler) both(l located, list, others []*shape) ([]*shape, error) {
+	var joined []*shape
+	for _, a := range list {
+		for _, b := range others {
+			if m := c.merge(a, b); m != nil && !c.contradicts(m) {
+				joined = append(joined, m)
+			}
+			if len(joined) > maxAlternatives {
+				return nil, l.fail("", "its keywords with alternatives (anyOf, oneOf, not, if, dependentRequired, ...) give more than %d together", maxAlternatives)
+			}
+		}
+	}
+	return joined, nil
+}
+
+// parts are the schemas of a list.
+func (l located) parts(keyword string, v any) ([]located, error) {
+	list, ok := v.([]any)
+	if !ok || len(list) == 0 {
+		return nil, l.fail(keyword, "it must be a list of schemas, and not empty")
+	}
+	parts := make([]located, len(list))
+	for i, part := range list {
+		parts[i] = located{part, l.at(keyword, strconv.Itoa(i))}
+	}
+	return parts, nil
+}
+
+// combine is the alternatives of a keyword, which hold beside others.
+func (c *compiler) combine(l located, o *object, keyword string, beside []*shape) ([]*shape, error) {
+	v := o.get(keyword)
+	switch keyword {
+	case "$ref":
+		target, err := c.resolve(l, v)
+		if err != nil {
+			return nil, err
+		}
+		return c.shapes(target)
+	case "not":
+		return c.negate(located{v, l.at(keyword)})
+	case "if":
+		condition := located{v, l.at(keyword)}
+		return c.either(l, []all{l.branch(o, condition, "then"), l.branch(o, not(condition), "else")})
+	case "dependentRequired", "dependentSchemas", "dependencies":
+		return c.dependencies(l, keyword, v)
+	}
+	parts, err := l.parts(keyword, v)
+	if err != nil {
+		return nil, err
+	}
+	each, either := make([][]*shape, len(parts)), []*shape(nil)
+	for i, part := range parts {
+		if each[i], err = c.shapes(part); err != nil {
+			return nil, err
+		}
+		if either = append(either, each[i]...); len(either) > maxAlternatives {
+			return nil, l.fail(keyword, "it has more than %d alternatives", maxAlternatives)
+		}
+	}
+	if keyword == "anyOf" {
+		return either, nil
+	}
+	requireTag(o.get("discriminator"), each)
+	overlap := c.exclusive(l, beside, each)
+	if overlap == nil {
+		return either, nil
+	}
+	// One of them fits, and the others do not.
+	alone := make([]all, len(parts))
+	for i, part := range parts {
+		alone[i] = all{part}
+		for j, other := range parts {
+			if j != i {
+				alone[i] = append(alone[i], not(other))
+			}
+		}
+	}
+	if either, err = c.either(l, alone); err != nil {
+		return nil, fmt.Errorf("%w; to tell them apart here: %w", overlap, err)
+	}
+	return either, nil
+}
+
+// either is the alternatives of lists of schemas that hold together.
+func (c *compiler) either(l located, lists []all) (either []*shape, err error) {
+	for _, of := range lists {
+		shapes, err := c.together(of)
+		if err != nil {
+			return nil, err
+		}
+		if either = append(either, shapes...); len(either) > maxAlternatives {
+			return nil, l.fail("", "it has more than %d alternatives", maxAlternatives)
+		}
+	}
+	return either, nil
+}
+
+// branch is a condition with what then or else say.
+func (l located) branch(o *object, condition located, keyword string) all {
+	if !o.has(keyword) {
+		return all{condition}
+	}
+	return all{condition, {o.get(keyword), l.at(keyword)}}
+}
+
+// dependencies is what holds where a property is there.
+func (c *compiler) dependencies(l located, keyword string, v any) ([]*shape, error) {
+	members, ok := v.(*object)
+	if !ok {
+		return nil, l.fail(keyword, "it must be an object")
+	}
+	list := []*shape{newShape(l.path)}
+	for _, name := range members.names {
+		dependency, err := c.dependency(l, keyword, name, members.values[name])
+		if err != nil {
+			return nil, err
+		}
+		other := newShape(l.path)
+		other.types, other.stated = anyType&^isObject, true
+		if list, err = c.both(l, list, append(dependency, lacking(l, name), other)); err != nil {
+			return nil, err
+		}
+	}
+	return list, nil
+}
+
+// lacking is objects without a property.
+func lacking(l located, name string) *shape {
+	s := newShape(l.path)
+	s.types, s.stated, s.implied = isObject, true, isObject
+	s.properties = []property{{name, all{{false, l.path + " (without " + name + ")"}}}}
+	return s
+}
+
+// dependency is the objects with a property and what that asks for.
+func (c *compiler) dependency(l located, keyword, name string, v any) ([]*shape, error) {
+	present := newShape(l.path)
+	present.types, present.stated, present.required = isObject, true, []string{name}
+	if _, isList := v.([]any); isList == (keyword == "dependentSchemas") && keyword != "dependencies" {
+		return nil, l.fail(keyword, "%s must have a %s", strconv.Quote(name), map[bool]string{true: "schema", false: "list of names"}[isList])
+	}
+	if list, ok := v.([]any); ok {
+		names, err := l.strings(keyword, list)
+		if err != nil {
+			return nil, err
+		}
+		present.required = union(present.required, names)
+		return []*shape{present}, nil
+	}
+	return c.with(l, []*shape{present}, located{v, l.at(keyword, name)})
+}
+
+// strings are the names of a list.
+func (l located) strings(keyword string, v any) (names []string, err error) {
+	list, ok := v.([]any)
+	for _, x := range list {
+		name, isText := x.(string)
+		if ok = ok && isText; ok && !slices.Contains(names, name) {
+			names = append(names, name)
+		}
+	}
+	if !ok {
+		return nil, l.fail(keyword, "it must be a list of names")
+	}
+	return names, nil
+}
+
 // plain reads the keywords of one schema.
 func (c *compiler) plain(l located, o *object) (*shape, error) {
-	s := &shape{path: l.path, types: anyType, maxLength: -1, maxItems: -1, maxProperties: -1}
+	s := newShape(l.path)
 	for _, keyword := range o.names {
 		v := o.values[keyword]
-		if why, ok := unsupported[keyword]; ok {
-			if why == "" {
-				why = "it is not supported"
-			} else {
-				why = "it is not supported: " + why
-			}
-			return nil, l.fail(keyword, "%s", why)
+		if slices.Contains(unsupported, keyword) {
+			return nil, l.fail(keyword, "it is not supported")
 		}
 		var err error
 		switch keyword {
@@ -220,8 +442,18 @@ func (c *compiler) plain(l located, o *object) (*shape, error) {
 			s.implied |= isObject
 			err = count(l, keyword, v, map[string]*int{"minProperties": &s.minProperties, "maxProperties": &s.maxProperties}[keyword])
 		case "uniqueItems":
-			if v != false {
-				err = l.fail(keyword, "it is not supported")
+			s.implied |= isArray
+			s.unique = v == true
+		case "contains":
+			s.implied |= isArray
+			in := contains{located{v, l.at(keyword)}, 1, -1}
+			for bound, to := range map[string]*int{"minContains": &in.min, "maxContains": &in.max} {
+				if o.has(bound) {
+					err = errors.Join(err, count(l, bound, o.get(bound), to))
+				}
+			}
+			if in.min > 0 || in.max >= 0 {
+				s.contains = append(s.contains, in)
 			}
 		case "pattern", "format":
 			t, ok := v.(string)
@@ -260,10 +492,13 @@ func (c *compiler) plain(l located, o *object) (*shape, error) {
 				s.items = all{{v, l.at(keyword)}}
 			}
 		case "propertyNames":
-			if !anyName(v) {
-				return nil, l.fail(keyword, "it is not supported, but as the type string, which all names are")
-			}
 			s.implied |= isObject
+			if !anyName(v) {
+				s.names = all{{v, l.at(keyword)}}
+			}
+		case "patternProperties":
+			s.implied |= isObject
+			err = c.readPatterned(s, l, v)
 		case "properties":
 			members, ok := v.(*object)
 			if !ok {
@@ -275,20 +510,8 @@ func (c *compiler) plain(l located, o *object) (*shape, error) {
 				s.properties = append(s.properties, property{name, all{{members.values[name], l.at(keyword, name)}}})
 			}
 		case "required":
-			list, ok := v.([]any)
-			if !ok {
-				return nil, l.fail(keyword, "it must be a list of names")
-			}
 			s.implied |= isObject
-			for _, x := range list {
-				name, ok := x.(string)
-				if !ok {
-					return nil, l.fail(keyword, "it must be a list of names")
-				}
-				if !slices.Contains(s.required, name) {
-					s.required = append(s.required, name)
-				}
-			}
+			s.required, err = l.strings(keyword, v)
 		case "additionalProperties":
 			s.implied |= isObject
 			s.hasAdditional, s.additional = true, all{{v, l.at(keyword)}}
@@ -297,7 +520,66 @@ func (c *compiler) plain(l located, o *object) (*shape, error) {
 			return nil, err
 		}
 	}
+	for i := range s.patterned { // one, of this schema
+		p := &s.patterned[i]
+		p.additional, s.additional = s.additional, nil
+		for j, property := range s.properties {
+			for _, n := range p.patterns {
+				if n.match(property.name) {
+					s.properties[j].of = join(s.properties[j].of, all{n.schema})
+				}
+			}
+		}
+	}
 	return s, nil
+}
+
+// readPatterned reads patternProperties.
+func (c *compiler) readPatterned(s *shape, l located, v any) error {
+	const keyword = "patternProperties"
+	members, ok := v.(*object)
+	switch {
+	case !ok:
+		return l.fail(keyword, "it must be an object")
+	case len(members.names) == 0:
+		return nil
+	case len(members.names) > maxNamePatterns:
+		return l.fail(keyword, "more than %d patterns of one object are not supported", maxNamePatterns)
+	}
+	var p patterned
+	for _, pattern := range members.names {
+		n, ok := c.patterns[pattern]
+		if !ok {
+			parsed, err := grammar.ParsePattern(pattern)
+			if err != nil {
+				return l.fail(keyword, "%s: %v", strconv.Quote(pattern), err)
+			}
+			n = namePattern{pattern: pattern, names: quoted(parsed.Within(charsOf, spelled))}
+			if n.match, err = c.matcher(n.names); err != nil {
+				return l.fail(keyword, "%s: %v", strconv.Quote(pattern), err)
+			}
+			c.patterns[pattern] = n
+		}
+		n.schema = located{members.values[pattern], l.at(keyword, pattern)}
+		p.patterns = append(p.patterns, n)
+	}
+	s.declares, s.patterned = true, []patterned{p}
+	return nil
+}
+
+// matcher says whether a name fits the expression of keys. All of them together take as long as one grammar may.
+func (c *compiler) matcher(keys grammar.Expr) (func(name string) bool, error) {
+	g, work, err := grammar.NewCounted(keys, nil)
+	if c.nameWork += work; c.nameWork > grammar.MaxWork {
+		err = grammar.ErrTooLarge
+	}
+	switch {
+	case errors.Is(err, grammar.ErrNoText):
+		return func(string) bool { return false }, nil
+	case err != nil:
+		return nil, err
+	}
+	return func(name string) bool { return g.Match(text(name)) }, nil
 }
 
 func (s *shape) readTypes(l located, v any, nullable bool) error {
@@ -393,7 +675,7 @@ func (s *shape) readBound(l located, keyword string, v any) error {
 }
 
 // merge is what fits both shapes; nil: nothing can.
-func merge(a, b *shape) *shape {
+func (c *compiler) merge(a, b *shape) *shape {
 	path := a.path
 	if !a.stated && a.implied == 0 && !a.hasEnum { // a says nothing but has alternatives
 		path = b.path
@@ -403,18 +685,18 @@ func merge(a, b *shape) *shape {
 		hasEnum: a.hasEnum, enum: a.enum,
 		least: tighter(a.least, b.least, 1), most: tighter(a.most, b.most, -1), multiple: commonMultiple(a.multiple, b.multiple),
 		minLength: max(a.minLength, b.minLength), maxLength: lower(a.maxLength, b.maxLength),
-		patterns: slices.Clone(a.patterns), formats: union(a.formats, b.formats),
+		patterns: joinTexts(a.patterns, b.patterns), notPatterns: joinTexts(a.notPatterns, b.notPatterns), notStrings: union(a.notStrings, b.notStrings), formats: union(a.formats, b.formats),
 		items: join(a.items, b.items), minItems: max(a.minItems, b.minItems), maxItems: lower(a.maxItems, b.maxItems),
+		contains: slices.Clone(a.contains), unique: a.unique || b.unique,
 		declares: a.declares || b.declares, required: union(a.required, b.required), hasAdditional: a.hasAdditional || b.hasAdditional, additional: join(a.additional, b.additional),
+		patterned: slices.Concat(a.patterned, b.patterned), names: join(a.names, b.names),
 		minProperties: max(a.minProperties, b.minProperties), maxProperties: lower(a.maxProperties, b.maxProperties),
 	}
 	if b.hasEnum {
 		m.restrict(b.enum)
 	}
-	for _, p := range b.patterns {
-		if !slices.ContainsFunc(a.patterns, func(o located) bool { return o.value == p.value }) {
-			m.patterns = append(m.patterns, p)
-		}
+	if m.hasEnum && len(m.notStrings) > 0 {
+		m.enum = slices.DeleteFunc(slices.Clone(m.enum), func(v any) bool { t, ok := v.(string); return ok && slices.Contains(m.notStrings, t) })
 	}
 	for i := range max(len(a.prefix), len(b.prefix)) {
 		at := func(s *shape) all {
@@ -425,17 +707,30 @@ func merge(a, b *shape) *shape {
 		}
 		m.prefix = append(m.prefix, join(at(a), at(b)))
 	}
-	for _, p := range a.properties {
-		of := b.additional
-		if i := b.property(p.name); i >= 0 {
-			of = b.properties[i].of
+	for _, x := range b.contains {
+		if !slices.ContainsFunc(a.contains, func(y contains) bool { return x.schema.path == y.schema.path && x.min == y.min && x.max == y.max }) {
+			m.contains = append(m.contains, x)
 		}
-		m.properties = append(m.properties, property{p.name, join(p.of, of)})
+	}
+	for _, p := range a.properties {
+		m.properties = append(m.properties, property{p.name, join(p.of, b.of(p.name))})
 	}
 	for _, p := range b.properties {
 		if a.property(p.name) < 0 {
-			m.properties = append(m.properties, property{p.name, join(p.of, a.additional)})
+			m.properties = append(m.properties, property{p.name, join(p.of, a.of(p.name))})
 		}
+	}
+	if apart(m, m) {
+		m.types &^= isNumber
+	}
+	if m.maxLength >= 0 && m.maxLength < m.minLength {
+		m.types &^= isString
+	}
+	if m.maxItems >= 0 && m.maxItems < m.minItems {
+		m.types &^= isArray
+	}
+	if m.maxProperties >= 0 && m.maxProperties < m.minProperties {
+		m.types &^= isObject
 	}
 	if m.types == 0 || m.hasEnum && len(m.enum) == 0 {
 		return nil
@@ -464,6 +759,17 @@ func join(a, b all) all {
 	out := slices.Clone(a)
 	for _, x := range b {
 		if !slices.ContainsFunc(out, func(o located) bool { return o.path == x.path }) {
+			out = append(out, x)
+		}
+	}
+	return out
+}
+
+// joinTexts is all patterns of two lists.
+func joinTexts(a, b []located) []located {
+	out := slices.Clone(a)
+	for _, x := range b {
+		if !slices.ContainsFunc(out, func(o located) bool { return o.value == x.value }) {
 			out = append(out, x)
 		}
 	}
@@ -516,12 +822,12 @@ func (c *compiler) exclusive(l located, beside []*shape, each [][]*shape) error 
 		for j := range i {
 			for _, a := range each[j] {
 				for _, b := range each[i] {
-					m := merge(a, b)
+					m := c.merge(a, b)
 					if m == nil {
 						continue
 					}
 					for _, x := range beside {
-						if all := merge(m, x); all != nil && !c.disjoint(a, b, all.types, 0) {
+						if all := c.merge(m, x); all != nil && !c.disjoint(a, b, all.types, 0) {
 							return l.fail("oneOf", "the schemas %d and %d may both fit a value: use anyOf, or give them types, values of enum or const, or a required property, that differ", j, i)
 						}
 					}
@@ -574,11 +880,7 @@ func apart(a, b *shape) bool {
 // tellApart says whether a requires a property that b does not allow, or not with such values.
 func (c *compiler) tellApart(a, b *shape, depth int) bool {
 	for _, name := range a.required {
-		i, j := a.property(name), b.property(name)
-		of := b.additional
-		if j >= 0 {
-			of = b.properties[j].of
-		}
+		i, of := a.property(name), b.of(name)
 		if slices.ContainsFunc(of, func(l located) bool { return l.value == false }) {
 			return true
 		}
@@ -592,7 +894,7 @@ func (c *compiler) tellApart(a, b *shape, depth int) bool {
 		}
 		if !slices.ContainsFunc(mine, func(x *shape) bool {
 			return slices.ContainsFunc(others, func(y *shape) bool {
-				m := merge(x, y)
+				m := c.merge(x, y)
 				return m != nil && !c.disjoint(x, y, m.types, depth+1)
 			})
 		}) {

@@ -49,6 +49,18 @@ func charsOf(ranges ...rune) grammar.Expr {
 	return grammar.Any(append(parts, grammar.Runes(plain...))...)
 }
 
+// spelled is any character in the way that charsOf writes it.
+var spelled = charsOf(0, utf8.MaxRune)
+
+// notWhole is a number that is not whole, without an exponent.
+var notWhole = func() grammar.Expr {
+	e, err := grammar.Regex(`-?[0-9]+\.[0-9]*[1-9][0-9]*`)
+	if err != nil {
+		panic("schema: " + err.Error())
+	}
+	return e
+}()
+
 func quoted(e grammar.Expr) grammar.Expr {
 	return grammar.Seq(grammar.Literal(`"`), e, grammar.Literal(`"`))
 }
