@@ -1,6 +1,7 @@
 package main
 
 import (
+	"os/exec"
 	"slices"
 	"strings"
 	"testing"
@@ -40,6 +41,16 @@ func TestCompletion(t *testing.T) {
 		out, errs, code := invoke(t, strings.NewReader(""), "completion", shell)
 		if code != 0 || !strings.Contains(out, "__complete") {
 			t.Errorf("completion %s: exit code %d, %d bytes; %s", shell, code, len(out), errs)
+		}
+		path, err := exec.LookPath(shell)
+		if err != nil || shell == "powershell" { // which only runs scripts
+			t.Logf("no %s: its script is not read", shell)
+			continue
+		}
+		read := exec.CommandContext(t.Context(), path, "-n")
+		read.Stdin = strings.NewReader(out)
+		if out, err := read.CombinedOutput(); err != nil || len(out) > 0 {
+			t.Errorf("%s -n: %v: %s", shell, err, out)
 		}
 	}
 }
