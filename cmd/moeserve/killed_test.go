@@ -4,23 +4,25 @@ import (
 	"io"
 	"net/http"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 )
 
-// TestServeKilled: a server that is killed while it serves leaves sockets and files of KV blocks. The
-// next one on the same paths and the same port removes them, and serves the same completions; at its
-// end nothing is left.
+// TestServeKilled: a server that is killed, at any moment of its life, leaves sockets and files of KV blocks. The next one
+// on the same paths and the same port removes them, and serves the same completions; at its end nothing is left.
 func TestServeKilled(t *testing.T) {
 	t.Parallel()
 	sockets, kv := t.TempDir(), t.TempDir()
-	port := freePort(t)
 	args := []string{
-		"--port", port, "--emulate", "gpus=3,hbm=64MiB", "--offload-fraction", "0.5", "--migration-limit", "0", "--runtime-dir", sockets, "--num-gpu-blocks-override", "64",
-		"--kv-transfer-config", `{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"num_file_blocks": 64, "directory": "` + kv + `"}}`,
+		"--port", freePort(t), "--admin-address", "same", "--emulate", "gpus=3,hbm=64MiB", "--offload-fraction", "0.5", "--migration-limit", "0",
+		"--runtime-dir", sockets, "--num-gpu-blocks-override", "64", "--kv-transfer-config",
+		`{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"num_file_blocks": 64, "directory": "` + kv + `"}}`,
 	}
 	left := func() (all []string) {
 		for _, pattern := range []string{filepath.Join(sockets, "*"), filepath.Join(kv, "*")} {
@@ -32,25 +34,24 @@ func TestServeKilled(t *testing.T) {
 		}
 		return all
 	}
-	const prompt = "Ann gave the red ball to Ben, and Ben gave the green cube to Dan. Who has the red ball?"
-	body := `{"prompt": "` + prompt + `", "temperature": 0, "ignore_eos": true, "max_tokens": 24}`
+	const prompt = `{"prompt": "Ann gave the red ball to Ben, and Ben gave the green cube to Dan. Who has the red ball?", "temperature": 0, "ignore_eos": true, `
+	body := prompt + `"max_tokens": 24}`
 	var want string
-	for round := range 3 {
+	begin := func(moment string) *process {
 		p := startServe(t, args...)
 		if got := left(); len(got) != 2 {
-			t.Fatalf("start %d: one socket and one folder are expected: %v", round, got)
+			t.Fatalf("%s: one socket and one folder are expected: %v", moment, got)
 		}
 		answer, err := io.ReadAll(p.post(t, "/v1/completions", body).Body)
 		text, ok := textOf(answer)
-		if err != nil || !ok || round > 0 && text != want {
-			t.Fatalf("start %d: %v: %s; want %q", round, err, answer, want)
+		if err != nil || !ok || want != "" && text != want {
+			t.Fatalf("%s: %v: %s; want %q", moment, err, answer, want)
 		}
 		want = text
-		if round == 2 {
-			p.end(t)
-			break
-		}
-		var clients sync.WaitGroup
+		return p
+	}
+	// ask has clients that ask again and again until the server is killed.
+	ask := func(p *process, clients *sync.WaitGroup) {
 		for range 8 {
 			clients.Go(func() {
 				for {
@@ -63,20 +64,85 @@ func TestServeKilled(t *testing.T) {
 				}
 			})
 		}
-		for len(blockFiles(t, kv)) == 0 {
-			time.Sleep(time.Millisecond)
-		}
-		if err := p.cmd.Process.Kill(); err != nil {
-			t.Fatal(err)
-		}
-		p.rest.Wait()
-		if err := p.cmd.Wait(); err == nil {
-			t.Fatal("a killed server has ended well")
-		}
-		clients.Wait()
 	}
+	for _, m := range []struct {
+		moment string
+		wait   func(p *process, clients *sync.WaitGroup)
+	}{
+		{"while it stores KV blocks", func(p *process, clients *sync.WaitGroup) {
+			ask(p, clients)
+			for len(blockFiles(t, kv)) == 0 {
+				time.Sleep(time.Millisecond)
+			}
+		}},
+		{"in the middle of a stream", func(p *process, _ *sync.WaitGroup) {
+			stream := p.post(t, "/v1/completions", prompt+`"max_tokens": 100, "stream": true}`).Body
+			if _, err := io.ReadFull(stream, make([]byte, 512)); err != nil {
+				t.Fatal(err)
+			}
+		}},
+		{"as it goes to sleep", func(p *process, clients *sync.WaitGroup) {
+			ask(p, clients)
+			clients.Go(func() {
+				r, err := http.Post(p.url+"/sleep?level=1", "", nil) //nolint:noctx // ends with the server
+				if err == nil {
+					r.Body.Close() //nolint:errcheck // only read from
+				}
+			})
+			time.Sleep(20 * time.Millisecond)
+		}},
+		{"asleep", func(p *process, _ *sync.WaitGroup) {
+			if r := p.post(t, "/sleep?level=2", ""); r.StatusCode != http.StatusOK {
+				t.Fatalf("/sleep: status %d", r.StatusCode)
+			}
+		}},
+		{"as it ends", func(p *process, clients *sync.WaitGroup) {
+			ask(p, clients)
+			time.Sleep(50 * time.Millisecond)
+			if err := p.cmd.Process.Signal(syscall.SIGTERM); err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(time.Millisecond)
+		}},
+	} {
+		p := begin(m.moment)
+		var clients sync.WaitGroup
+		m.wait(p, &clients)
+		kill(t, p.cmd, m.moment)
+		p.rest.Wait()
+		clients.Wait()
+		// And as it starts again: at once, when it has made or removed a file, and when it has a port.
+		was := left()
+		for _, ready := range []func() bool{
+			func() bool { return true },
+			func() bool { return !slices.Equal(left(), was) },
+			func() bool { _, err := http.Get(p.url + "/health"); return err == nil }, //nolint:noctx,bodyclose // a server that is killed
+		} {
+			again := exec.CommandContext(t.Context(), "moeserve", append([]string{"serve"}, args...)...)
+			again.Dir = t.TempDir()
+			if err := again.Start(); err != nil {
+				t.Fatal(err)
+			}
+			for began := time.Now(); !ready() && time.Since(began) < 2*time.Second; {
+				time.Sleep(time.Millisecond)
+			}
+			kill(t, again, m.moment+", started again")
+		}
+	}
+	begin("at the end").end(t)
 	if got := left(); len(got) > 0 {
 		t.Errorf("left behind: %v", got)
+	}
+}
+
+// kill kills a server, which cannot have ended before.
+func kill(t *testing.T, server *exec.Cmd, moment string) {
+	t.Helper()
+	if err := server.Process.Kill(); err != nil {
+		t.Fatalf("%s: %v", moment, err)
+	}
+	if err := server.Wait(); err == nil {
+		t.Fatalf("%s: a killed server has ended well", moment)
 	}
 }
 
