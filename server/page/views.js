@@ -122,8 +122,11 @@ export function state(text, bad) {
   $("state").toggleAttribute("data-bad", bad);
 }
 
+// total of counts by reason; undefined: nothing counts them.
+export const total = (counts) => counts && Object.values(counts).reduce((a, b) => a + b, 0);
+
 // now shows the figures of the moment; rates are those since the last call, latencies those of the last minute.
-export function now(n, rates, kv, [ttft, itl]) {
+export function now(n, rates, kv, revoked, [ttft, tpot, itl]) {
   const [hits, misses] = rates.hits + rates.misses ? [rates.hits, rates.misses] : [n.expert_hits, n.expert_misses];
   const ms = (all) => (all[0] === undefined ? "–" : all.map((s) => number(s * 1e3, s < 0.01 ? 1 : 0)).join(" / "));
   const all = [
@@ -132,13 +135,15 @@ export function now(n, rates, kv, [ttft, itl]) {
     ["Running", number(n.running), "sequences"],
     ["Waiting", number(n.waiting), "sequences"],
     ["TTFT, median / p99", ms(ttft), "ms"],
+    ["TPOT, median / p99", ms(tpot), "ms"],
     ["ITL, median / p99", ms(itl), "ms"],
-    ["KV cache", kv.blocks ? number((100 * kv.used_blocks) / kv.blocks) : "–", "%"],
+    [`KV cache, of ${number(kv.blocks * kv.block_tokens)} tokens`, kv.blocks ? number((100 * kv.used_blocks) / kv.blocks) : "–", "%"],
     ["Steps", number(rates.steps), "per s"],
     ["Experts offloaded", number(100 * n.offload_fraction), "%"],
     ["Expert hits", hits + misses ? number((100 * hits) / (hits + misses)) : "–", "%"],
     ["Prefix cache hits", n.prefix_cache_queries ? number((100 * n.prefix_cache_hits) / n.prefix_cache_queries) : "–", "%"],
     ["Preemptions", number(n.preemptions), ""],
+    ...(revoked === undefined ? [] : [["Revocations", number(revoked), "slabs of peers"]]),
   ];
   $("now").replaceChildren(
     ...all.map(([what, value, unit]) => element("div", {}, element("dt", {}, what), element("dd", {}, value, " ", element("small", {}, unit)))),
@@ -371,6 +376,42 @@ export class Peers {
       element("li", {}, element("i", { "data-tier": "host" }), "other processes"),
       element("li", {}, shape("svg", { viewBox: "0 0 24 12", "aria-hidden": "true" }, shape("line", { x1: 0, x2: 24, y1: 6, y2: 6, stroke: "currentColor", "stroke-dasharray": "5 4" })), "above it: the headroom, never borrowed"),
     );
+  }
+}
+
+// Queue draws how many sequences run and wait over time, and when memory of peers was revoked.
+export class Queue {
+  constructor() {
+    this.samples = [];
+    $("queue-legend").replaceChildren(
+      element("li", {}, Steps.swatch("var(--compute)"), "running"),
+      element("li", {}, Steps.swatch("var(--s1)"), "waiting, above them"),
+      element("li", {}, shape("svg", { viewBox: "0 0 24 12", "aria-hidden": "true" }, shape("line", { x1: 12, x2: 12, y1: 0, y2: 12, stroke: "var(--warn)", "stroke-width": 2 })), "memory of a peer was revoked"),
+    );
+  }
+
+  update(now, revoked = 0) {
+    this.samples.push({ at: Date.parse(now.time) / 1e3, running: now.running, waiting: now.waiting, revoked });
+    if (this.samples.length > 300) this.samples.shift();
+    const w = 640, h = 110, left = 34, bottom = 4;
+    const first = this.samples[0], last = this.samples.at(-1), length = Math.max(30, last.at - first.at);
+    const most = Math.max(4, ...this.samples.map((s) => s.running + s.waiting));
+    const x = (at) => (left + ((at - first.at) / length) * (w - left)).toFixed(1);
+    const y = (n) => (h - bottom - (n / most) * (h - bottom - 12)).toFixed(1);
+    // The samples hold until the next one: what has ended at once is not drawn as if it went down slowly.
+    const area = (value) => `M${x(first.at)},${y(0)} ${this.samples.map((s, i) => `L${x(s.at)},${y(value(s))} L${x((this.samples[i + 1] ?? s).at)},${y(value(s))}`).join(" ")} L${x(last.at)},${y(0)} Z`;
+    const times = this.samples.slice(1).filter((s, i) => s.revoked > this.samples[i].revoked);
+    const longest = Math.max(...this.samples.map((s) => s.waiting));
+    const say = `${count(last.running, "sequence")} running, ${number(last.waiting)} waiting; at most ${number(longest)} waiting in the last ${span(last.at - first.at)}; memory of peers was revoked ${count(times.length, "time")}.`;
+    const all = shape("svg", { viewBox: `0 0 ${w} ${h}`, role: "img", "aria-label": say },
+      shape("path", { d: area((s) => s.running + s.waiting), fill: "var(--s1)" }),
+      shape("path", { d: area((s) => s.running), fill: "var(--compute)" }),
+      shape("line", { class: "axis", x1: left, x2: w, y1: y(0), y2: y(0) }),
+      shape("text", { x: left - 6, y: 16, "text-anchor": "end" }, number(most)),
+      shape("text", { x: left - 6, y: h - bottom, "text-anchor": "end" }, "0"),
+      ...times.map((s) => shape("line", { class: "revoked", x1: x(s.at), x2: x(s.at), y1: 8, y2: h - bottom })),
+    );
+    $("queue").replaceChildren(all, element("p", { class: "quiet" }, `The last ${span(last.at - first.at)}, from left to right.`));
   }
 }
 

@@ -261,7 +261,7 @@ func TestPage(t *testing.T) {
 		t.Errorf("%d tokens", len(tokens))
 	}
 
-	load(t, n, 6)
+	load(t, n, 10)
 	run(t, ctx, wait(`document.querySelectorAll("#steps g").length === 100`), wait(`document.querySelector("#state").textContent === "Running"`),
 		wait(`parseFloat(document.querySelector("#now dd").textContent.replace(/,/g, "")) > 0`), wait(`document.querySelectorAll("#peers path").length >= 4`))
 	if rows := value[int](t, ctx, `document.querySelectorAll("#steps-table tbody tr").length`); rows < 40 {
@@ -305,6 +305,40 @@ func TestPage(t *testing.T) {
 		return [quantile(h, [], 0.5), quantile(h, [[1, 2], [2, 6], [4, 6], [Infinity, 6]], 0.5), quantile(h, [], 0.99), quantile(h, h, 0.5) ?? -1] })()`); !slices.Equal(q, []float64{2, 3.5, 4, -1}) {
 		t.Errorf("quantiles are %v", q)
 	}
+	figure := func(what string) string {
+		return value[string](t, ctx, `[...document.querySelectorAll("#now div")].find(d => d.textContent.startsWith("`+what+`")).textContent`)
+	}
+	for what, want := range map[string]string{"TPOT": `^TPOT, median / p99[0-9.]+ / [0-9.]+ ms$`, "KV cache": `^KV cache, of 1,024 tokens[0-9.]+ %$`, "Revocations": `^Revocations[\d,]+ slabs of peers$`} {
+		if said := figure(what); !regexp.MustCompile(want).MatchString(said) {
+			t.Errorf("of %s it says %q", what, said)
+		}
+	}
+	// Sequences wait, as there are more clients than may run; then what is borrowed is revoked.
+	queue := `document.querySelector("#queue svg").getAttribute("aria-label")`
+	run(t, ctx, wait(`/^8 sequences running, [1-9]\d* waiting; at most [1-9]\d* waiting in the last \d+ s; /.test(`+queue+`)`))
+	marks := value[int](t, ctx, `document.querySelectorAll("#queue .revoked").length`)
+	headroom := func(room string) {
+		t.Helper()
+		patch, err := http.NewRequestWithContext(t.Context(), http.MethodPatch, n.admin+"/admin/settings", strings.NewReader(`{"harvest-headroom": "`+room+`"}`))
+		if err != nil {
+			t.Fatal(err)
+		}
+		patch.Header.Set("Content-Type", "application/json")
+		r, err := http.DefaultClient.Do(patch)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = r.Body.Close()
+		if r.StatusCode != http.StatusOK {
+			t.Fatalf("the headroom is not set: %s", r.Status)
+		}
+	}
+	headroom("99%")
+	run(t, ctx, wait(fmt.Sprintf(`document.querySelectorAll("#queue .revoked").length > %d`, marks)))
+	if said := figure("Revocations"); strings.HasPrefix(said, "Revocations0 ") {
+		t.Errorf("of revocations it says %q", said)
+	}
+	headroom("50%")
 	for id, least := range map[string]int{"links": 2, "kv": 3, "memory": 4} {
 		if rows := value[int](t, ctx, fmt.Sprintf(`document.querySelectorAll("#%s tbody tr").length`, id)); rows < least {
 			t.Errorf("%d rows of %s", rows, id)
@@ -338,6 +372,9 @@ func TestPage(t *testing.T) {
 		t.Errorf("the 4 shades have %d colors", colors)
 	}
 
+	if os.Getenv("SCREENSHOTS") != "" {
+		time.Sleep(25 * time.Second) // charts over time have something to show
+	}
 	for _, theme := range []string{"light", "dark"} {
 		run(t, ctx, chromedp.Evaluate(`document.activeElement.blur(); document.documentElement.dataset.theme !== "`+theme+`" && document.querySelector("#theme").click()`, nil))
 		ground := value[string](t, ctx, `getComputedStyle(document.body).backgroundColor`)
