@@ -6,7 +6,7 @@ VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo dev)
 LDFLAGS := -s -w -X main.version=$(VERSION)
 GOLANGCI := github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 
-.PHONY: build preload test race lint fmt fuzz soak hammer score load simulate openai clients deploy router bench memory clean
+.PHONY: build preload test race lint fmt fuzz soak hammer score load simulate openai clients schemas deploy router bench memory clean
 
 build:            ## the binary: with CUDA where gcc and a cuda.h are, else for the CPU alone
 	@if [ -n "$(NO_CUDA)" ] || ! $(MAKE) -s cuda-available; then \
@@ -61,6 +61,10 @@ clients:          ## client software of others, at the versions in tests/clients
 	cp tests/clients/package.json tests/clients/check.mjs $(CLIENTS)/js && cd $(CLIENTS)/js && npm install --silent --no-audit --no-fund
 	$(GO) build -o $(CLIENTS)/moeserve ./cmd/moeserve
 	CLIENTS=$(abspath $(CLIENTS)) $(CLIENTS)/python/bin/python tests/clients/check.py $(CLIENTS)/moeserve docs/reference/clients.md $(NAMES)
+
+schemas:          ## the JSON schemas that pydantic, zod and the openai packages write, which models/grammar/schema is tested with; after make clients
+	cp tests/clients/schemas.mjs $(CLIENTS)/js
+	cd $(CLIENTS)/js && node schemas.mjs | $(CLIENTS)/python/bin/python $(CURDIR)/tests/clients/schemas.py >$(CURDIR)/models/grammar/schema/testdata/clients.jsonl
 
 GORELEASER := github.com/goreleaser/goreleaser/v2@v2.15.1
 deploy:           ## deploy/ before the tools that read it: Prometheus' parsers, Helm's lint and templates, goreleaser's check; minutes the first time

@@ -51,6 +51,7 @@ func TestRegex(t *testing.T) {
 		{pattern: `(?:a|(?=bc)b)?(c|d$)?e?`, yes: []string{"a", "bc", "ace", "d", "", "bce"}, no: []string{"b", "be", "de", "bd"}},
 		{pattern: `(?![\])])[^x](?=(?!b)[abc](?=d))..`, yes: []string{"aad", "[cd"}, no: []string{"]ad", "abd", "aae", ")cd"}},
 		{pattern: `(?=.{1,5}\.?$)[a-z]{1,3}(?:\.[a-z]{1,3})*\.?`, yes: []string{"abc", "a.b.c", "abc.d."}, no: []string{"abc.de", "a..b"}},
+		{pattern: `^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$`, yes: []string{"1", "-0.5", ".5", "+007."}, no: []string{"", "-", ".", "-.", "1.5.", "x"}}, // pydantic's Decimal
 		// Durations and bank accounts of zod.
 		{pattern: `^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$`, yes: []string{"P1W", "P1Y2M", "PT1.5S", "P3DT4H"}, no: []string{"P", "PT", "P1Y1W", "P1DT", "P1.5Y"}},
 		{
@@ -81,7 +82,7 @@ func TestRegex(t *testing.T) {
 		}
 	}
 	for pattern, want := range map[string]string{
-		`(a(?=b)b)*`: "lookahead", `((?!a)b){2}`: "lookahead", `(?=a`: "has no end", `(?i)(?=a)b`: "flags", `(?=(?<=a)b)b`: "lookbehind", `(^a|b)(?=c)`: "anchor (^) in some", `(?=^a)b`: "anchor (^)",
+		`(a(?=b)b)*`: "lookahead", `((?!a)b){2}`: "lookahead", `(?=a`: "has no end", `(?i)(?=a)b`: "flags", `(?=(?<=a)b)b`: "lookbehind", `(^a|b)(?=c)`: "anchor (^) in some", `(?=^a)b`: "anchor (^) in a lookahead", `^b(?=^a)`: "anchor (^) in a lookahead",
 		strings.Repeat("(?=a)", maxLookaheads+1): "more than 32", strings.Repeat("(?=", 6) + strings.Repeat(")", 6): "deep", `(?<!a)b`: "lookbehind", `(a)\1`: `backreferences (\1)`, `a\b`: "word boundaries", `a^b`: "anchor (^)",
 		`(a$)+`: "anchor ($)", `(?m)^a$`: "anchors of lines", `a(`: "missing closing )", strings.Repeat("a", maxPattern+1): "the maximum is", "\xff": "UTF-8",
 		`[`: "missing closing ]",

@@ -123,6 +123,16 @@ func (p *Pattern) reads(re *syntax.Regexp) bool {
 	return !ok || re.Op != syntax.OpCapture
 }
 
+// advances says whether a part is other than a lookahead and an anchor.
+func (p *Pattern) advances(re *syntax.Regexp) bool {
+	return p.reads(re) && re.Op != syntax.OpBeginText && re.Op != syntax.OpEndText
+}
+
+// anchored says whether there is an anchor (^) in a part.
+func anchored(re *syntax.Regexp) bool {
+	return re.Op == syntax.OpBeginText || slices.ContainsFunc(re.Sub, anchored)
+}
+
 // begins is 1 where all texts of a part begin with an anchor, 0 where none does, and -1 of others.
 func (p *Pattern) begins(re *syntax.Regexp) int {
 	switch re.Op {

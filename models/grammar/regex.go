@@ -64,7 +64,7 @@ func parsePattern(pattern string, depth int) (*Pattern, error) {
 		return nil, err
 	}
 	p := &Pattern{re, ahead, len(ahead) > 0}
-	if err := p.checkAnchors(re, depth == 0, true, false); err != nil {
+	if err := p.checkAnchors(re, true, true, false); err != nil {
 		return nil, err
 	}
 	if depth == 0 && p.looks && p.mixed(re) {
@@ -190,14 +190,18 @@ func (p *Pattern) checkAnchors(re *syntax.Regexp, first, last, repeated bool) er
 		p.looks = p.looks || !last
 	case syntax.OpConcat:
 		for i, sub := range re.Sub {
-			if err := p.checkAnchors(sub, first && !slices.ContainsFunc(re.Sub[:i], p.reads), last && !slices.ContainsFunc(re.Sub[i+1:], p.reads), repeated); err != nil {
+			if err := p.checkAnchors(sub, first && !slices.ContainsFunc(re.Sub[:i], p.advances), last && !slices.ContainsFunc(re.Sub[i+1:], p.advances), repeated); err != nil {
 				return err
 			}
 		}
 		return nil
 	case syntax.OpCapture:
-		if !p.reads(re) && repeated {
+		switch {
+		case p.reads(re):
+		case repeated:
 			return errors.New("lookahead ((?=, (?!) within a repetition (*, +, {m,n}) is not supported")
+		case anchored(p.ahead[re.Name].of.re) && !(first && p.begins(p.re) == 1):
+			return errors.New("an anchor (^) in a lookahead ((?=, (?!) that is not behind an anchor itself is not supported")
 		}
 	case syntax.OpStar, syntax.OpPlus, syntax.OpRepeat:
 		first, last, repeated = false, false, true

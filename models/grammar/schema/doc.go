@@ -6,8 +6,8 @@
 // type, enum, const; properties, required, additionalProperties, patternProperties of up to four patterns, propertyNames,
 // dependentRequired, dependentSchemas, maxProperties, and minProperties up to one more than the properties that are
 // declared; items, prefixItems, contains, minContains, maxContains, minItems, maxItems, and uniqueItems where items have few
-// values; minLength, maxLength, pattern, and format of date-time, date, time, duration, email, hostname, ipv4, ipv6 and
-// uuid, all of them together too; minimum, maximum, exclusiveMinimum, exclusiveMaximum, multipleOf of few digits; anyOf,
+// values; minLength, maxLength, pattern, and format of date-time, date, time, duration, email, hostname, ipv4, ipv6, uri
+// and uuid, all of them together too; minimum, maximum, exclusiveMinimum, exclusiveMaximum, multipleOf of few digits; anyOf,
 // allOf, oneOf, not, if, then, else; $ref to parts of the same document, also recursive ones; OpenAPI's nullable.
 // Annotations and unknown members mean nothing. All other keywords that restrict values are refused, with their place, and
 // so are some within not and if: format, multipleOf, prefixItems, additionalProperties, patternProperties, propertyNames,

@@ -151,8 +151,11 @@ func (c *compiler) negatePlain(l located, o *object, s *shape) (list []*shape, e
 			add(isString, func(n *shape) { n.notPatterns = s.patterns })
 		case "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum":
 			one := newShape(l.path) // s has both bounds together
-			if err := one.readBound(l, keyword, v); err != nil {
+			if err := one.readBound(l, o, keyword); err != nil {
 				return nil, err
+			}
+			if one.least == nil && one.most == nil {
+				continue // exclusiveMinimum of false
 			}
 			add(isNumber, func(n *shape) {
 				if b := one.least; b != nil {

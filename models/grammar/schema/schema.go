@@ -402,6 +402,11 @@ func (c *compiler) string(s *shape) (grammar.Expr, error) {
 	if s.maxLength >= 0 && s.maxLength < s.minLength {
 		return grammar.Any(), nil
 	}
+	if slices.Contains(s.formats, "uri") && s.maxLength > maxURI {
+		short := *s
+		short.maxLength = max(maxURI, s.minLength)
+		s = &short
+	}
 	var key strings.Builder // without the places of patterns
 	for _, p := range s.patterns {
 		fmt.Fprintf(&key, "%q ", p.value)

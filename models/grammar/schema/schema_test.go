@@ -1,11 +1,13 @@
 package schema_test
 
 import (
+	"bufio"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
 	"math/rand/v2"
+	"os"
 	"regexp"
 	"slices"
 	"strings"
@@ -69,7 +71,17 @@ func TestCompile(t *testing.T) {
 		{`{"enum": ["ab", "aéc", "ABC", "abcd", 1], "pattern": "^[a-zé]+$", "minLength": 3, "allOf": [{"maxLength": 3}]}`, []string{`"aéc"`, `1`}, []string{`"ab"`, `"ABC"`, `"abcd"`}},
 		{`{"enum": ["a", "b"], "pattern": "a", "maxLength": 100000}`, []string{`"a"`}, []string{`"b"`}},
 		{`{"type": "string", "format": "date"}`, []string{`"2024-02-29"`, `"2023-12-31"`}, []string{`"2023-02-29"`, `"2023-13-01"`, `"1900-02-29"`}},
-		{`{"type": "string", "format": "uri", "minLength": 1}`, []string{`"x"`}, []string{`""`}},
+		{`{"type": "string", "format": "uri-reference", "minLength": 1}`, []string{`"x"`}, []string{`""`}},
+		{
+			`{"type": "string", "format": "uri", "minLength": 1, "maxLength": 2083}`,
+			[]string{`"https://example.com"`, `"http://127.0.0.1:8000/a/%20b?q=1&r=/#top"`, `"urn:isbn:0451450523"`, `"mailto:a.b@example.com"`, `"file:///etc/hosts"`},
+			[]string{`""`, `"x"`, `"/a"`, `"http://"`, `"http://a b"`, `"http://1.2.3/"`, `"http://a/%2"`, `"http://a:/"`, `"https://a/` + strings.Repeat("b", 512) + `"`},
+		},
+		{`{"format": "uuid4"}`, []string{`"0b9A6a6e-6c1d-4c3b-9a1e-2f1d5c8e7a90"`}, []string{`"0b9a6a6e-6c1d-1c3b-9a1e-2f1d5c8e7a90"`, `"0b9a6a6e-6c1d-4c3b-7a1e-2f1d5c8e7a90"`}},
+		{`{"format": "ipvanyaddress"}`, []string{`"::1"`, `"10.0.0.1"`}, []string{`"10.0.0"`}},
+		{`{"format": "email"}`, []string{`"a@example.com"`}, []string{`"a@localhost"`}},
+		{`{"format": "date"}`, []string{`"0004-02-29"`, `"2000-02-29"`}, []string{`"0000-01-01"`, `"1900-02-29"`, `"0000-02-29"`}},
+		{`{"type": "integer", "minimum": 1, "exclusiveMinimum": true, "maximum": 4, "exclusiveMaximum": false}`, []string{`2`, `4`}, []string{`1`, `5`}},
 		{`{"anyOf": [{"type": "string"}, {"type": "null"}], "title": "x", "default": null}`, []string{`"x"`, `null`}, []string{`1`}},
 		{`{"type": "string", "nullable": true}`, []string{`"x"`, `null`}, []string{`1`}},
 		{`{"type": ["integer", "null"]}`, []string{`1`, `null`}, []string{`1.5`}},
@@ -659,6 +671,53 @@ func TestRandom(t *testing.T) {
 		t.Errorf("only %d schemas of 400 were tried", schemas)
 	}
 	t.Logf("%d texts of %d schemas", texts, schemas)
+}
+
+// TestSchemasOfClients: those that pydantic, zod and the openai packages write of all their kinds of fields are supported,
+// and have texts that are valid.
+func TestSchemasOfClients(t *testing.T) {
+	f, err := os.Open("testdata/clients.jsonl")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	r := rand.New(rand.NewPCG(13, 14))
+	schemas, texts := 0, 0
+	for scan := bufio.NewScanner(f); scan.Scan(); {
+		var line struct {
+			Client, Kind string
+			Schema       json.RawMessage
+		}
+		if err := json.Unmarshal(scan.Bytes(), &line); err != nil {
+			t.Fatal(err)
+		}
+		e, err := schema.Compile(line.Schema, schema.Options{})
+		if err == nil {
+			_, err = grammar.New(e, nil)
+		}
+		if line.Kind == "hostname" && strings.Contains(string(line.Schema), "pattern") { // its pattern and its format count beside each other
+			if !errors.Is(err, grammar.ErrTooLarge) {
+				t.Errorf("%s, %s: error %v", line.Client, line.Kind, err)
+			}
+			continue
+		}
+		if err != nil {
+			t.Errorf("%s, %s: %v: %s", line.Client, line.Kind, err, line.Schema)
+			continue
+		}
+		schemas++
+		if regexp.MustCompile(`"nullable":true|"format":"regex"`).Match(line.Schema) {
+			continue // the validator does not know OpenAPI's, and takes only Go's regular expressions
+		}
+		n, err := check(r, line.Schema, schema.Options{}, 8)
+		if err != nil {
+			t.Errorf("%s, %s: %v: %s", line.Client, line.Kind, err, line.Schema)
+		}
+		texts += n
+	}
+	if schemas < 300 || texts < 6*schemas {
+		t.Errorf("%d texts of %d schemas", texts, schemas)
+	}
 }
 
 // check has a schema write texts, and validates them; 0: the schema is refused, or nothing fits it.

@@ -468,7 +468,7 @@ func (c *compiler) plain(l located, o *object) (*shape, error) {
 				s.implied |= isString
 			}
 		case "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum":
-			err = s.readBound(l, keyword, v)
+			err = s.readBound(l, o, keyword)
 		case "multipleOf":
 			err = s.readMultiple(l, v)
 		case "prefixItems":
@@ -655,7 +655,14 @@ func count(l located, keyword string, v any, to *int) error {
 	return nil
 }
 
-func (s *shape) readBound(l located, keyword string, v any) error {
+// readBound reads one bound. In draft 4, and OpenAPI 3.0, the exclusive ones are true beside the others.
+func (s *shape) readBound(l located, o *object, keyword string) error {
+	v := o.get(keyword)
+	if exclusive, ok := v.(bool); ok && strings.HasPrefix(keyword, "exclusive") {
+		if v = o.get(strings.ToLower(strings.TrimPrefix(keyword, "exclusive"))); !exclusive || v == nil {
+			return nil
+		}
+	}
 	n, ok := v.(json.Number)
 	if !ok {
 		return l.fail(keyword, "it must be a number")

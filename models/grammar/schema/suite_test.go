@@ -27,7 +27,7 @@ type group struct {
 
 // Numbers of the suite, which docs/design/structured-output.md has, too. narrow are values that a schema allows and the
 // grammar does not write, all of them of formats.
-const suiteRefused, suiteGroups, suiteAccepted, suiteRejected, suiteNarrow = 23, 255, 695, 604, 47
+const suiteRefused, suiteGroups, suiteAccepted, suiteRejected, suiteNarrow = 23, 255, 694, 604, 48
 
 // TestSuite runs JSON-Schema-Test-Suite: of a schema that is supported every valid value is a text of the grammar, in
 // some order of its members, and no invalid one is; one that is not supported is refused by a keyword that it has.

@@ -68,16 +68,23 @@ func quoted(e grammar.Expr) grammar.Expr {
 // formats that are asserted. The others are annotations, as the specification has it.
 var formats = func() map[string]grammar.Expr {
 	const (
-		year     = `[0-9]{4}`
-		leap     = `([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)`
+		year     = `([1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])` // Python has no year 0
+		leap     = `([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)`
 		date     = `(` + year + `-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8]))|` + leap + `-02-29)`
 		time     = `([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])`
 		byteOf   = `(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])`
 		label    = `[A-Za-z0-9]{1,15}(-[A-Za-z0-9]{1,15}){0,2}` // without --, which marks other alphabets
 		hostname = label + `(\.` + label + `){0,4}`
 		h        = `[0-9a-fA-F]{1,4}`
-		clock    = `T([0-9]{1,4}H([0-9]{1,4}M([0-9]{1,4}S)?)?|[0-9]{1,4}M([0-9]{1,4}S)?|[0-9]{1,4}S)`
-		days     = `([0-9]{1,4}Y([0-9]{1,4}M([0-9]{1,4}D)?)?|[0-9]{1,4}M([0-9]{1,4}D)?|[0-9]{1,4}D)`
+		ipv4     = byteOf + `(\.` + byteOf + `){3}`
+		// Addresses by a name of letters at the end, or by numbers, so that no parser takes one for another; and what else
+		// is common without one.
+		name    = `([A-Za-z0-9]+(-[A-Za-z0-9]+)*\.)*[A-Za-z][A-Za-z0-9]*(-[A-Za-z0-9]+)*`
+		pchar   = `([A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})`
+		address = `[A-Za-z][A-Za-z0-9+.-]*://(` + name + `|` + ipv4 + `)(:[1-9][0-9]{0,3})?(/` + pchar + `*)*`
+		uri     = `((` + address + `|file:///` + pchar + `*(/` + pchar + `*)*)(\?(` + pchar + `|[/?])*)?(#(` + pchar + `|[/?])*)?|urn:[A-Za-z0-9]+(-[A-Za-z0-9]+)*:` + pchar + `+|tel:\+?[0-9]+(-[0-9]+)*|mailto:[A-Za-z0-9._+-]+@` + name + `)`
+		clock   = `T([0-9]{1,4}H([0-9]{1,4}M([0-9]{1,4}S)?)?|[0-9]{1,4}M([0-9]{1,4}S)?|[0-9]{1,4}S)`
+		days    = `([0-9]{1,4}Y([0-9]{1,4}M([0-9]{1,4}D)?)?|[0-9]{1,4}M([0-9]{1,4}D)?|[0-9]{1,4}D)`
 	)
 	v6 := []string{`(` + h + `:){7}` + h, `::`}
 	for left := 0; left <= 6; left++ {
@@ -99,11 +106,15 @@ var formats = func() map[string]grammar.Expr {
 	for name, pattern := range map[string]string{
 		"date": date, "time": time, "date-time": date + `T` + time,
 		"duration": `P(` + days + `(` + clock + `)?|` + clock + `|[0-9]{1,4}W)`,
-		"email":    `[A-Za-z0-9!#$%&'*+/=?^_{|}~-]{1,20}(\.[A-Za-z0-9!#$%&'*+/=?^_{|}~-]{1,20}){0,2}@` + hostname,
+		"email":    `[A-Za-z0-9!#$%&'*+/=?^_{|}~-]{1,20}(\.[A-Za-z0-9!#$%&'*+/=?^_{|}~-]{1,20}){0,2}@` + label + `(\.` + label + `){1,4}`,
 		"hostname": hostname,
-		"ipv4":     byteOf + `(\.` + byteOf + `){3}`,
+		"ipv4":     ipv4,
 		"ipv6":     strings.Join(v6, "|"),
+		"uri":      uri,
 		"uuid":     `[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}`,
+		// Those that pydantic has beside the specification's.
+		"ipvanyaddress": ipv4 + `|` + strings.Join(v6, "|"),
+		"uuid1":         uuidOf("1"), "uuid3": uuidOf("3"), "uuid4": uuidOf("4"), "uuid5": uuidOf("5"), "uuid6": uuidOf("6"), "uuid7": uuidOf("7"), "uuid8": uuidOf("8"),
 	} {
 		p, err := grammar.ParsePattern(pattern)
 		if err != nil {
@@ -113,6 +124,14 @@ var formats = func() map[string]grammar.Expr {
 	}
 	return all
 }()
+
+// uuidOf is the pattern of UUIDs of a version.
+func uuidOf(version string) string {
+	return `[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-` + version + `[0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}-[0-9a-fA-F]{12}`
+}
+
+// maxURI is the maximum length of a URI where a schema has a higher one: each length takes states of its own.
+const maxURI = 512
 
 // keyOther is a key that is none of some names, written without escapes.
 func keyOther(names []string) grammar.Expr {
