@@ -123,7 +123,7 @@ func testBadBodies(t *testing.T) {
 		{completions, `{"prompt": "x", "structured_outputs": {"choice": [1]}}`, "structured_outputs.choice", "invalid_type", "an array of strings"},
 		{completions, `{"prompt": "x", "structured_outputs": {"grammar": "start: x"}}`, "structured_outputs.grammar", "invalid_value", "expected ::="},
 		{completions, `{"prompt": "x", "structured_outputs": {"structural_tag": "{}"}}`, "structured_outputs.structural_tag", "unsupported_parameter", "give tools"},
-		{completions, `{"prompt": "x", "structured_outputs": {"json": {"not": {}}}}`, "structured_outputs.json", "invalid_value", "not at #: it is not supported"},
+		{completions, `{"prompt": "x", "structured_outputs": {"json": {"not": {"multipleOf": 2}}}}`, "structured_outputs.json", "invalid_value", "multipleOf at #/not: it is not supported"},
 		{completions, `{"prompt": "x", "structured_outputs": {"json": "{"}}`, "structured_outputs.json", "invalid_value", "not valid JSON"},
 		{completions, `{"prompt": "x", "structured_outputs": {"json": {}, "whitespace_pattern": "x"}}`, "structured_outputs.json", "invalid_value", "whitespace_pattern: it matches what is no white space"},
 		{completions, `{"prompt": "x", "structured_outputs": {"xml": {}}}`, "structured_outputs.xml", "unknown_parameter", "xml"},
@@ -176,7 +176,7 @@ func testBadBodies(t *testing.T) {
 		{chats, `{` + hi + `, "echo": true}`, "echo", "unsupported_parameter", "for completions"},
 		{chats, `{` + hi + `, "response_format": {"type": "json_schema", "json_schema": {}}}`, "response_format.json_schema.schema", "missing_required_parameter", "Missing"},
 		{chats, `{` + hi + `, "response_format": {"type": "json_schema"}}`, "response_format.json_schema", "missing_required_parameter", "Missing"},
-		{chats, `{` + hi + `, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"properties": {"a": {"not": {}}}}}}}`, "response_format.json_schema.schema", "invalid_value", "not at #/properties/a"},
+		{chats, `{` + hi + `, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"properties": {"a": {"unevaluatedItems": false}}}}}}`, "response_format.json_schema.schema", "invalid_value", "unevaluatedItems at #/properties/a"},
 		{chats, chatBody(strings.Repeat("1+2=", 100), ""), "messages", "context_length_exceeded", "maximum context length is 256"},
 
 		{"/tokenize", `{}`, "prompt", "missing_required_parameter", "'prompt', a text, or 'messages'"},

@@ -343,7 +343,7 @@ func (s *structure) expr() (grammar.Expr, error) {
 }
 
 // callGrammar is that of calls: of what is behind the beginning of one that is required, else of a text that may have some.
-// Arguments follow the schema of their tool; where that is not supported, a tool that is not strict takes any object.
+// Arguments follow the schema of their tool, those of one that is not strict without keywords that are not supported.
 func (m *Model) callGrammar(c *conversation, oneCall bool) (grammar.Expr, error) {
 	var functions []output.Function
 	for _, f := range c.functions {
@@ -352,7 +352,14 @@ func (m *Model) callGrammar(c *conversation, oneCall bool) (grammar.Expr, error)
 		}
 		x := output.Function{Name: f.name, Arguments: schema.AnyObject(schema.Options{})}
 		if kindOf(f.parameters) == "an object" {
-			e, err := schema.Compile(f.parameters, schema.Options{})
+			parameters, err := f.parameters, error(nil)
+			if !f.strict {
+				parameters, err = schema.Supported(parameters, schema.Options{})
+			}
+			var e grammar.Expr
+			if err == nil {
+				e, err = schema.Compile(parameters, schema.Options{})
+			}
 			if err == nil {
 				// One that is too large, or that nothing fits, must not spoil the others.
 				_, err = grammar.New(grammar.Any(e, grammar.Literal("{}")), nil)
@@ -360,7 +367,7 @@ func (m *Model) callGrammar(c *conversation, oneCall bool) (grammar.Expr, error)
 			switch {
 			case err == nil:
 				x.Arguments = e
-				x.Members, x.Listed = schema.Members(f.parameters, schema.Options{})
+				x.Members, x.Listed = schema.Members(parameters, schema.Options{})
 			case f.strict:
 				param := fmt.Sprintf("tools[%d].%s", f.index, c.parameters)
 				return nil, badRequest(param, "invalid_value", "Invalid value for '%s': %v.", param, err)

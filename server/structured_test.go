@@ -269,19 +269,27 @@ func TestConstrainedCalls(t *testing.T) {
 	}
 }
 
-// TestStrictTools: a schema that is not supported is refused where its tool is strict, and else any object is accepted.
+// TestStrictTools: a keyword that is not supported is refused where its tool is strict, and else means nothing: the others
+// hold.
 func TestStrictTools(t *testing.T) {
 	s := guessing(t, qwenTemplate(t), nil, nil)
 	for _, strict := range []bool{true, false} {
-		body := chatBody("x", fmt.Sprintf(`, "max_tokens": 900, "tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f", "strict": %v, "parameters": {"type": "object", "properties": {"a": {"not": {}}}}}}]`, strict))
+		body := chatBody("x", fmt.Sprintf(`, "max_tokens": 900, "tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f", "strict": %v, "parameters": {"type": "object", "properties": {"a": {"type": "array", "items": {"enum": ["x", "y"]}, "minItems": 2, "uniqueItems": true, "contains": {"const": "x"}}}, "required": ["a"]}}}]`, strict))
 		a := s.send("POST", chatPath, body)
 		if !strict {
 			if a.status != 200 {
-				t.Errorf("status %d: %s", a.status, a.body)
+				t.Fatalf("status %d: %s", a.status, a.body)
+			}
+			r := decode[struct {
+				Choices []struct{ Message toolMessage }
+			}](t, s.post(chatPath, body))
+			call := r.Choices[0].Message.ToolCalls[0].Function.Arguments
+			if !regexp.MustCompile(`^\{\s*"a"\s*:\s*\[\s*"[xy]"(\s*,\s*"[xy]")+\s*\]\s*\}$`).MatchString(call) {
+				t.Errorf("arguments %s", call)
 			}
 			continue
 		}
-		if message, _, param, _ := failed(t, a); a.status != 400 || param != "tools[0].function.parameters" || !strings.Contains(message, "not at #/properties/a") {
+		if message, _, param, _ := failed(t, a); a.status != 400 || param != "tools[0].function.parameters" || !strings.Contains(message, "uniqueItems at #/properties/a") {
 			t.Errorf("status %d: %s", a.status, a.body)
 		}
 	}
@@ -325,7 +333,7 @@ func TestStrictToolsOfFormats(t *testing.T) {
 		if calls == 0 {
 			t.Errorf("%s: no call", c.path)
 		}
-		if a := s.send("POST", c.path, fmt.Sprintf(c.body, `{"type": "object", "properties": {"a": {"not": {}}}}`)+"}"); a.status != 400 || !strings.Contains(a.body, c.param) {
+		if a := s.send("POST", c.path, fmt.Sprintf(c.body, `{"type": "object", "properties": {"a": {"not": {"format": "date"}}}}`)+"}"); a.status != 400 || !strings.Contains(a.body, c.param) {
 			t.Errorf("%s: status %d: %s", c.path, a.status, a.body)
 		}
 	}

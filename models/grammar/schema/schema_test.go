@@ -350,6 +350,28 @@ func TestMembers(t *testing.T) {
 	}
 }
 
+// TestSupported: what is left of a schema without the keywords that are not supported is.
+func TestSupported(t *testing.T) {
+	for text, want := range map[string]string{
+		`{"type": "array", "items": {"type": "string"}, "uniqueItems": true}`:                                                  `{"type":"array","items":{"type":"string"}}`,
+		`{"properties": {"a/b": {"type": "string", "pattern": "a\\b"}, "c": {"multipleOf": 997}}, "unevaluatedProperties": 1}`: `{"properties":{"a/b":{"type":"string"},"c":{}}}`,
+		`{"anyOf": [{"$ref": "http://x/y"}, {"type": "null"}]}`:                                                                `{"anyOf":[{},{"type":"null"}]}`,
+		`{"type": "string", "not": {"minLength": 3, "format": "date"}}`:                                                        `{"type":"string"}`,
+		`{"properties": {"not": {"pattern": "("}}}`:                                                                            `{"properties":{"not":{}}}`,
+		`{"maxLength": 3}`: `{"maxLength":3}`,
+	} {
+		got, err := schema.Supported([]byte(text), schema.Options{})
+		if err != nil || string(got) != want {
+			t.Errorf("%s: %s, %v, want %s", text, got, err, want)
+		}
+	}
+	for _, text := range []string{`{`, `[]`, `{"properties": {` + strings.Repeat(`"a": {"multipleOf": 997}, `, 3) + `"b": []}}`} {
+		if got, err := schema.Supported([]byte(text), schema.Options{}); err == nil {
+			t.Errorf("%s: %s", text, got)
+		}
+	}
+}
+
 func TestSpace(t *testing.T) {
 	for pattern, ok := range map[string]bool{`[ \n]?`: true, ``: true, `\t{0,3}`: true, `x?`: false, `.*`: false, `\s*`: false, `[ \n\t\r]*`: true, `(`: false} {
 		if _, err := schema.Space(pattern); (err == nil) != ok {
