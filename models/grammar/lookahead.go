@@ -21,7 +21,7 @@ const (
 )
 
 // takeLookaheads replaces the lookaheads of a pattern, which Go's syntax does not have, by empty groups with names.
-func takeLookaheads(pattern string, depth int) (text string, ahead map[string]lookahead, err error) {
+func takeLookaheads(pattern string, depth int, any bool) (text string, ahead map[string]lookahead, err error) {
 	if !strings.Contains(pattern, "(?=") && !strings.Contains(pattern, "(?!") {
 		return pattern, nil, nil
 	}
@@ -41,7 +41,7 @@ func takeLookaheads(pattern string, depth int) (text string, ahead map[string]lo
 			if len(ahead) == maxLookaheads {
 				return "", nil, fmt.Errorf("it has more than %d lookaheads ((?=, (?!)", maxLookaheads)
 			}
-			of, err := parsePattern(pattern[i+3:end-1], depth+1)
+			of, err := parsePattern(pattern[i+3:end-1], depth+1, any != (rest[2] == '!'))
 			if err != nil {
 				return "", nil, err
 			}

@@ -3,6 +3,7 @@ package grammar
 import (
 	"errors"
 	"fmt"
+	"regexp"
 	"regexp/syntax"
 	"slices"
 	"strconv"
@@ -19,8 +20,8 @@ const (
 )
 
 // Regex is the texts that a regular expression matches as a whole. It has the syntax of Go (RE2), which is that of
-// Python, of ECMAScript and of others without backreferences, lookbehind and word boundaries; what \s and the dot match is
-// that of ECMAScript. The anchor ^ may be at the beginning alone; $ and lookahead may be anywhere but in a repetition.
+// Python, of ECMAScript and of others without backreferences, lookbehind and word boundaries; \s and the dot match what they
+// do in all of them. The anchor ^ may be at the beginning alone; $ and lookahead may be anywhere but in a repetition.
 func Regex(pattern string) (Expr, error) {
 	p, err := ParsePattern(pattern)
 	if err != nil {
@@ -38,24 +39,30 @@ type Pattern struct {
 	looks bool
 }
 
-// ParsePattern parses a regular expression. Errors name what is not supported.
-func ParsePattern(pattern string) (*Pattern, error) {
+// ParsePattern parses a regular expression: what it matches in Go, Python and ECMAScript, as far as their white space and
+// their dots differ. Errors name what is not supported.
+func ParsePattern(pattern string) (*Pattern, error) { return parse(pattern, false) }
+
+// ParseExcluded parses a regular expression that texts are not to match: what it matches in at least one of them.
+func ParseExcluded(pattern string) (*Pattern, error) { return parse(pattern, true) }
+
+func parse(pattern string, any bool) (*Pattern, error) {
 	if len(pattern) > maxPattern {
 		return nil, fmt.Errorf("it has %d bytes, and the maximum is %d", len(pattern), maxPattern)
 	}
 	if !utf8.ValidString(pattern) {
 		return nil, errors.New("it is not valid UTF-8")
 	}
-	return parsePattern(ecmaEscapes(pattern), 0)
+	return parsePattern(pattern, 0, any)
 }
 
 // parsePattern parses a pattern within some lookaheads.
-func parsePattern(pattern string, depth int) (*Pattern, error) {
-	text, ahead, err := takeLookaheads(pattern, depth)
+func parsePattern(pattern string, depth int, any bool) (*Pattern, error) {
+	text, ahead, err := takeLookaheads(pattern, depth, any)
 	if err != nil {
 		return nil, err
 	}
-	re, err := syntax.Parse(text, syntax.Perl)
+	re, err := syntax.Parse(dialects(text, any), syntax.Perl)
 	if err != nil {
 		var bad *syntax.Error
 		if errors.As(err, &bad) {
@@ -85,16 +92,19 @@ func unsupportedPattern(e *syntax.Error) string {
 	return fmt.Sprintf("%s: %s", e.Code, e.Expr)
 }
 
-// What \s and \S are in ECMAScript, which has more spaces than Go, as parts of a class.
+// Parts of classes: what dialects of regular expressions take for white space, all of them and some, and what is none.
 const (
-	spaces   = `\t-\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}`
-	noSpaces = `\x{0}-\x{8}\x{e}-\x{1f}\x{21}-\x{9f}\x{a1}-\x{167f}\x{1681}-\x{1fff}\x{200b}-\x{2027}\x{202a}-\x{202e}\x{2030}-\x{205e}\x{2060}-\x{2fff}\x{3001}-\x{fefe}\x{ff00}-\x{10ffff}`
+	allSpaces  = `\t\n\f\r `
+	someSpaces = `\t-\r \x{1c}-\x{1f}\x{85}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}`
+	notAll     = `\x{0}-\x{8}\x{b}\x{e}-\x{1f}\x{21}-\x{10ffff}`
+	notSome    = `\x{0}-\x{8}\x{e}-\x{1b}\x{21}-\x{84}\x{86}-\x{9f}\x{a1}-\x{167f}\x{1681}-\x{1fff}\x{200b}-\x{2027}\x{202a}-\x{202e}\x{2030}-\x{205e}\x{2060}-\x{2fff}\x{3001}-\x{fefe}\x{ff00}-\x{10ffff}`
 )
 
-// ecmaEscapes writes \uXXXX as Go does, and two of them that are a surrogate pair as their one character, and the spaces
-// of ECMAScript.
-func ecmaEscapes(pattern string) string {
+// dialects writes a pattern as Go does: \uXXXX, two of them that are a surrogate pair as their one character, and \s, \S and
+// the dot as what they match in all dialects, those of Go, Python and ECMAScript, or with any in at least one.
+func dialects(pattern string, any bool) string {
 	var b strings.Builder
+	dotAll := dotMatchesAll.MatchString(pattern)
 	for i := 0; i < len(pattern); {
 		end := i + width(pattern[i:])
 		part := pattern[i:end]
@@ -105,6 +115,7 @@ func ecmaEscapes(pattern string) string {
 				open++
 			}
 			b.WriteString(part[:open])
+			within := any != strings.HasPrefix(part, "[^")
 			for j := open; j < len(part); {
 				n := 1
 				if part[j] == '\\' {
@@ -115,18 +126,24 @@ func ecmaEscapes(pattern string) string {
 					escape, n = r, more
 				}
 				j += n
-				switch escape {
-				case `\s`:
-					escape = spaces
-				case `\S`:
-					escape = noSpaces
+				switch {
+				case escape == `\s` && within:
+					escape = someSpaces
+				case escape == `\s`:
+					escape = allSpaces
+				case escape == `\S` && within:
+					escape = notAll
+				case escape == `\S`:
+					escape = notSome
 				}
 				b.WriteString(escape)
 			}
-		case part == `\s`:
-			b.WriteString("[" + spaces + "]")
-		case part == `\S`:
-			b.WriteString("[^" + spaces + "]")
+		case part == `\s` || part == `\S`:
+			b.WriteString(dialects("["+part+"]", any))
+		case part == "." && any && !dotAll:
+			b.WriteString(`[^\n]`)
+		case part == "." && !dotAll:
+			b.WriteString(`[^\n\r\x{2028}\x{2029}]`)
 		case part == `\u`:
 			r, more := unicodeEscape(pattern[end-2:])
 			if more == 0 {
@@ -140,6 +157,9 @@ func ecmaEscapes(pattern string) string {
 	}
 	return b.String()
 }
+
+// dotMatchesAll finds the flag of a dot that matches ends of lines.
+var dotMatchesAll = regexp.MustCompile(`\(\?[a-zA-Z]*s`)
 
 // unicodeEscape is \uXXXX, or two of them that are a surrogate pair, as Go writes it, and its length; 0: the pattern does
 // not begin with one.
@@ -298,7 +318,7 @@ func convert(re *syntax.Regexp, runes func(...rune) Expr) Expr {
 	case syntax.OpCharClass:
 		return runes(re.Rune...)
 	case syntax.OpAnyCharNotNL:
-		return runes(0, '\n'-1, '\n'+1, '\r'-1, '\r'+1, 0x2027, 0x202a, utf8.MaxRune) // ECMAScript has four ends of lines
+		return runes(0, '\n'-1, '\n'+1, utf8.MaxRune)
 	case syntax.OpAnyChar:
 		return runes(0, utf8.MaxRune)
 	case syntax.OpCapture:

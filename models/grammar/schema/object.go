@@ -150,7 +150,7 @@ func (c *compiler) others(s *shape, declared []string, named grammar.Expr, close
 			if matches(n) {
 				key = grammar.All(key, n.names)
 			} else {
-				not = append(not, n.names)
+				not = append(not, n.others)
 			}
 		}
 		if len(not) > 0 {

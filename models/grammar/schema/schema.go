@@ -427,7 +427,7 @@ func (c *compiler) string(s *shape) (grammar.Expr, error) {
 		parts = append(parts, p.Within(charsOf, anyChar))
 	}
 	for _, l := range s.notPatterns {
-		p, err := grammar.ParsePattern(l.value.(string))
+		p, err := grammar.ParseExcluded(l.value.(string))
 		if err != nil {
 			return nil, l.fail("pattern", "%v", err)
 		}

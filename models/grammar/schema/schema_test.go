@@ -574,7 +574,7 @@ func TestExact(t *testing.T) {
 	}
 	r := rand.New(rand.NewPCG(11, 12))
 	tried, valid := 0, 0
-	for range 1500 {
+	for range 700 {
 		data, err := json.Marshal(exact(r, 3))
 		if err != nil {
 			t.Fatal(err)
@@ -604,7 +604,7 @@ func TestExact(t *testing.T) {
 			}
 		}
 	}
-	if tried < 1000 || valid < 20000 {
+	if tried < 500 || valid < 9000 {
 		t.Errorf("%d schemas, %d valid values", tried, valid)
 	}
 }
@@ -731,13 +731,13 @@ func TestSchemasOfClients(t *testing.T) {
 		if regexp.MustCompile(`"nullable":true|"format":"regex"`).Match(line.Schema) {
 			continue // the validator does not know OpenAPI's, and takes only Go's regular expressions
 		}
-		n, err := check(r, line.Schema, schema.Options{}, 8)
+		n, err := check(r, line.Schema, schema.Options{}, 3)
 		if err != nil {
 			t.Errorf("%s, %s: %v: %s", line.Client, line.Kind, err, line.Schema)
 		}
 		texts += n
 	}
-	if schemas < 300 || texts < 6*schemas {
+	if schemas < 300 || texts < 2*schemas {
 		t.Errorf("%d texts of %d schemas", texts, schemas)
 	}
 }

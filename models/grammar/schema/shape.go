@@ -103,7 +103,8 @@ type patterned struct {
 type namePattern struct {
 	pattern string
 	match   func(name string) bool
-	names   grammar.Expr // as keys, each in one spelling
+	names   grammar.Expr // as keys, each in one spelling; without those that only some dialects match
+	others  grammar.Expr // all that some dialect matches
 	schema  located
 }
 
@@ -554,8 +555,12 @@ func (c *compiler) readPatterned(s *shape, l located, v any) error {
 			if err != nil {
 				return l.fail(keyword, "%s: %v", strconv.Quote(pattern), err)
 			}
-			n = namePattern{pattern: pattern, names: quoted(parsed.Within(charsOf, spelled))}
-			if n.match, err = c.matcher(n.names); err != nil {
+			excluded, err := grammar.ParseExcluded(pattern)
+			if err != nil {
+				return l.fail(keyword, "%s: %v", strconv.Quote(pattern), err)
+			}
+			n = namePattern{pattern: pattern, names: quoted(parsed.Within(charsOf, spelled)), others: quoted(excluded.Within(charsOf, spelled))}
+			if n.match, err = c.matcher(n.others); err != nil {
 				return l.fail(keyword, "%s: %v", strconv.Quote(pattern), err)
 			}
 			c.patterns[pattern] = n
