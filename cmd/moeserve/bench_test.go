@@ -263,6 +263,41 @@ func TestBenchKV(t *testing.T) {
 	}
 }
 
+// bench kv --file-directory: scattered blocks are loaded from files too, no faster than from host memory,
+// which they pass through; no file is left, also where it fails.
+func TestBenchKVFiles(t *testing.T) {
+	directory := t.TempDir()
+	plot := filepath.Join(t.TempDir(), "reload.svg")
+	args := []string{"bench", "kv", "--models", "qwen2-57b-a14b", "--entries", "16,100", "--repetitions", "1", "--emulate", "virtual,nodata,pcie=55.3GB/s,nvlink=395GB/s,latency=8us"}
+	stdout, stderr, code := invoke(t, strings.NewReader(""), append(slices.Clone(args), "--file-directory", directory, "--plot", plot, "--json", "-")...)
+	var r kv.Result
+	if err := json.Unmarshal([]byte(stdout), &r); err != nil || code != exitDone {
+		t.Fatalf("exit code %d, %v: %s", code, err, stderr)
+	}
+	if r.FileDirectory != directory || len(r.Reloads) != 4 {
+		t.Fatalf("files in %q, %d points", r.FileDirectory, len(r.Reloads))
+	}
+	for _, p := range r.Reloads {
+		if (p.File != nil) != (p.Layout == kv.Scattered) || p.File != nil && (p.File.Seconds < 0.99*p.Host.Seconds || p.File.PageCache == "") {
+			t.Errorf("%s: from files %+v, from the host %+v", p.Layout, p.File, *p.Host)
+		}
+	}
+	if svg, err := os.ReadFile(plot); err != nil || !strings.Contains(string(svg), "files in the page cache") {
+		t.Errorf("%v: %s", err, svg)
+	}
+	for _, c := range []struct{ args, want string }{
+		{"--file-directory " + directory + "/none", "--file-directory: kv: load 16 entries of 57344 bytes, scattered: files in directory \"" + directory + "/none\": offload: cannot create a folder"},
+		{"--copy-method dma --file-directory " + directory, "--file-directory is of loads, and --copy-method measures copies"},
+	} {
+		if stdout, stderr, code := invoke(t, strings.NewReader(""), append(slices.Clone(args), strings.Fields(c.args)...)...); code != exitUsage || stdout != "" || !strings.Contains(stderr, c.want) {
+			t.Errorf("%s: exit code %d, %q, want %q", c.args, code, stderr, c.want)
+		}
+	}
+	if left, err := os.ReadDir(directory); err != nil || len(left) > 0 {
+		t.Errorf("left: %v, %v", left, err)
+	}
+}
+
 // bench prefix: a prefix is found where it is kept, the sooner the faster the link to it, and none is
 // as slow as one that is computed; batches are the faster the more of their requests find theirs.
 func TestBenchPrefix(t *testing.T) {

@@ -30,6 +30,7 @@ type kvOptions struct {
 	// Of loads.
 	models, entries []string
 	blockTokens     int
+	directory       string // of files; empty: they are not measured
 	// Of copies by block size, which are measured where method is set.
 	method                           string
 	sizes                            []string
@@ -45,7 +46,7 @@ func newBenchKV(s *streams) *cobra.Command {
 	var o kvOptions
 	cmd := &cobra.Command{
 		Use:   "kv",
-		Short: "Measure reloads of KV blocks from host and peer memory",
+		Short: "Measure reloads of KV blocks from host memory, peers and files",
 		Long: `Measure how long the GPU that computes takes to load KV entries, those of a prefix
 that was computed before, from pinned host memory and from a peer: one request to the
 transfer engine with blocks of --block-size tokens, scattered in both memories, and
@@ -60,6 +61,12 @@ several that are queued, and the raw rate: that of the same copies on a stream o
 device, queued one by one or batched, whichever is faster. A second table says where
 the time of one load goes. Host and peer take turns, so that what disturbs the machine
 disturbs both.
+
+With --file-directory loads from files in that directory are measured, too, as a server
+with a tier in files has them. Before each the system is asked to drop the files from
+its page cache, and the table says whether it did; another load follows at once, from
+the page cache. The directory needs room for the blocks of the largest loads.
+The files are removed at the end.
 
 With --hardware of a file of --calibrate, on GPUs, the engine has the kernel copy blocks
 that are small enough, as a server does.
@@ -78,6 +85,7 @@ Ctrl-C ends the measurement with the points that are done.`,
 		Example: `  moeserve bench kv --device cuda --peers 1 --plot reload.svg
   moeserve bench kv --models kimi-k2,mixtral-8x7b --entries 100,8000 \
       --emulate virtual,nodata,pcie=55.3GB/s,nvlink=395GB/s,latency=8us
+  moeserve bench kv --models mixtral-8x7b --file-directory /var/tmp
   moeserve bench kv --device cuda --peers 1 --copy-method all --plot copies.svg`,
 		Args: noArguments,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -93,6 +101,7 @@ Ctrl-C ends the measurement with the points that are done.`,
 	f.StringSliceVar(&o.models, "models", nil, "comma-separated `NAMES` of models that loads are sized by; default: all")
 	f.StringSliceVar(&o.entries, "entries", defaultEntries(), "comma-separated `NUMBERS` of tokens of a load")
 	f.IntVar(&o.blockTokens, "block-size", 16, "`TOKENS` of a KV block")
+	f.Var((*pathValue)(&o.directory), "file-directory", "measure loads from files in this `DIR`, too")
 	f.StringVar(&o.method, "copy-method", "", "measure copies by block size: `dma|batch|kernel|both|all`")
 	f.StringSliceVar(&o.sizes, "copy-sizes", nil, "comma-separated `SIZES` of blocks, as 64KiB; default: 4KiB to 16MiB")
 	f.IntVar(&o.blocks, "copy-blocks", 1000, "`NUMBER` of blocks")
@@ -150,7 +159,9 @@ func (o *kvOptions) loads() (kv.ReloadOptions, error) {
 	if o.blockTokens < 1 || o.blockTokens > maxKVTokens {
 		return kv.ReloadOptions{}, usagef("--block-size is %d: must be from 1 to %d", o.blockTokens, maxKVTokens)
 	}
-	return kv.ReloadOptions{Entries: kv.Entries(models), Counts: counts, BlockTokens: o.blockTokens, Repetitions: o.repetitions}, nil
+	return kv.ReloadOptions{
+		Entries: kv.Entries(models), Counts: counts, BlockTokens: o.blockTokens, Repetitions: o.repetitions, Directory: o.directory,
+	}, nil
 }
 
 // copies reads the flags of copies by block size.
@@ -160,6 +171,9 @@ func (o *kvOptions) copies() (c kv.CopyOptions, err error) {
 	}[o.method]
 	if methods == nil && o.method != "" {
 		return c, usagef("--copy-method %s: must be dma, batch, kernel, both or all", o.method)
+	}
+	if o.method != "" && o.directory != "" {
+		return c, usagef("--file-directory is of loads, and --copy-method measures copies; leave one of them out")
 	}
 	if o.calibrate != "" && o.method != "both" && o.method != "all" {
 		return c, usagef("--calibrate needs --copy-method both or all: it writes from which block size on dma is as fast as kernel")
@@ -263,11 +277,11 @@ func benchKV(ctx context.Context, s *streams, set *settings, o *kvOptions) (err 
 		if err := d.CheckFree(loads.Needs()); err != nil {
 			return fmt.Errorf("loads of %d entries are too large; give fewer --entries, or --models with smaller ones: %w", slices.Max(loads.Counts), err)
 		}
-		loads.Progress = progress("loads")
+		loads.Progress, loads.Log = progress("loads"), set.logger(s.err)
 		if named != nil && d.Real() { // emulated devices do not model a kernel's copies over links
 			loads.Kernel = planning.CopyKernel(*named, d.Machine.Topology(), d.Backend, d.Space, d.peers())
 		}
-		r.Loads = &kv.Loads{BlockTokens: o.blockTokens, Entries: loads.Entries}
+		r.Loads = &kv.Loads{BlockTokens: o.blockTokens, FileDirectory: o.directory, Entries: loads.Entries}
 		r.Reloads, interrupted = kv.Reload(ctx, loads)
 		points = len(r.Reloads)
 	} else {
@@ -284,6 +298,9 @@ func benchKV(ctx context.Context, s *streams, set *settings, o *kvOptions) (err 
 		points = len(r.Copies)
 	}
 	p.end()
+	if errors.Is(interrupted, kv.ErrDirectory) {
+		return usagef("--file-directory: %w", interrupted)
+	}
 	if interrupted != nil && points == 0 {
 		return benchError(interrupted)
 	}

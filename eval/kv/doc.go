@@ -1,10 +1,10 @@
 // Package kv measures copies of KV blocks between the memory of the GPU that computes, a
-// peer's and the host's: how long it takes to load the entries of a prefix (the Harvest
+// peer's, the host's and files: how long it takes to load the entries of a prefix (the Harvest
 // paper, 5.3 and Figure 7), and at which rate blocks of a size are copied.
 //
 // # What it is not
 //
-// It has no KV cache: blocks are places in memory, and nobody reads what is in them. It
+// It has no KV cache of a model: blocks are places in memory, and nobody reads what is in them. It
 // opens no devices, reads no flags, and reads no clock but the devices'.
 //
 // # How it measures
@@ -20,11 +20,16 @@
 // without the engine, queued one by one and batched. The faster of these is the most that
 // copy engines can reach.
 //
+// Loads from files go the way of a server's: a tier in files is filled with random blocks, and
+// offload.Tiers loads them. They take turns with host and peer. Before each the system is asked
+// to drop the files' pages from its page cache, and asked whether it did; another load follows at
+// once, from the page cache. On a virtual clock reading files takes no time.
+//
 // # Invariants
 //
 //   - The same options give the same blocks in the same order.
 //   - No block is written by two loads at once.
-//   - All memory is freed when a measurement ends, whichever way.
+//   - All memory is freed, and all files are removed, when a measurement ends, whichever way.
 //
 // # Example
 //

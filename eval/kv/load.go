@@ -70,6 +70,12 @@ func (r *reloads) point(ctx context.Context, c *cell) (ReloadPoint, error) {
 	for i, s := range r.sources {
 		requests[i] = r.requests(c, s)
 	}
+	var fromFiles fileSamples
+	if c.fromFiles(&r.o) {
+		if err := r.openFiles(ctx, c.entry); err != nil {
+			return p, err
+		}
+	}
 	for n := range r.o.Repetitions + 1 {
 		for i, s := range r.sources {
 			into := &all[i]
@@ -80,6 +86,18 @@ func (r *reloads) point(ctx context.Context, c *cell) (ReloadPoint, error) {
 				return p, err
 			}
 		}
+		if c.fromFiles(&r.o) {
+			into := &fromFiles
+			if n == 0 {
+				into = &fileSamples{}
+			}
+			if err := r.files.sample(ctx, c, into); err != nil {
+				return p, err
+			}
+		}
+	}
+	if c.fromFiles(&r.o) {
+		p.File = fromFiles.load(c)
 	}
 	p.Host = all[0].load(c)
 	if len(all) > 1 {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"slices"
 
 	"github.com/moeserve/moeserve/configs"
@@ -55,6 +56,9 @@ type ReloadOptions struct {
 	// Compute is the memory that blocks are loaded to, Peer that of another GPU;
 	// device.Host: there is none.
 	Compute, Peer device.Space
+	// Directory of files that blocks are loaded from, in a new folder that is removed at the end.
+	// Default: files are not measured.
+	Directory string
 	// Kernel that the transfer engine has, as a server's. Default: none.
 	Kernel *transfer.Kernel
 	// Entries whose loads are measured. Required.
@@ -67,6 +71,8 @@ type ReloadOptions struct {
 	Repetitions int
 	// QueuedBytes of loads are queued at once, but 1 to 16 loads. Default: 256 MiB.
 	QueuedBytes int64
+	// Log of copies from and to files that fail. Default: discarded.
+	Log *slog.Logger
 	// Progress, if set, is called after each cell, with the bytes that have been copied and
 	// all that there are to copy.
 	Progress func(done, total int64)
@@ -107,6 +113,8 @@ func (o ReloadOptions) Validate() error {
 		return errors.New("kv: ReloadOptions.Entries is empty")
 	case slices.ContainsFunc(o.Entries, func(e Entry) bool { return e.Bytes < 1 }):
 		return errors.New("kv: an entry has no bytes")
+	case o.Directory != "" && slices.ContainsFunc(o.Entries, func(e Entry) bool { return e.Bytes%shapeBytes != 0 }):
+		return fmt.Errorf("kv: loads from files need entries of a multiple of %d bytes", shapeBytes)
 	case slices.Min(o.Counts) < 1:
 		return fmt.Errorf("kv: a load of %d entries: must have at least 1", slices.Min(o.Counts))
 	case o.BlockTokens < 1 || o.Repetitions < 1 || o.QueuedBytes < 1:
@@ -127,9 +135,17 @@ type cell struct {
 
 func (c *cell) bytes() int64 { return int64(c.blocks) * c.blockBytes }
 
-// copied is what the cell copies from one memory, about: a machine may have no batches.
-func (c *cell) copied(repetitions int) int64 {
-	return int64(repetitions+1) * int64(3+4*c.loads) * c.bytes()
+// fromFiles reports whether the cell is measured from files: each block is a file, so there is no
+// run of them.
+func (c *cell) fromFiles(o *ReloadOptions) bool { return o.Directory != "" && c.layout == Scattered }
+
+// copied is what the cell copies, about: a machine may have no batches.
+func (c *cell) copied(o *ReloadOptions, sources int) int64 {
+	n := sources * (3 + 4*c.loads)
+	if c.fromFiles(o) {
+		n += 2 + c.loads
+	}
+	return int64(o.Repetitions+1) * int64(n) * c.bytes()
 }
 
 // cells lists what is measured, in its order.
@@ -148,14 +164,21 @@ func (o *ReloadOptions) cells() []cell {
 	return all
 }
 
-// Needs is the memory that a measurement allocates, in bytes: the same in each space.
-func (o ReloadOptions) Needs() map[device.Space]int64 {
-	o = o.EnsureDefaults()
-	var most int64
+// poolBytes is what the blocks of the largest cell take in each memory.
+func (o *ReloadOptions) poolBytes() (most int64) {
 	for _, c := range o.cells() {
 		most = max(most, int64(c.loads)*c.bytes())
 	}
-	needs := map[device.Space]int64{device.Host: most, o.Compute: most}
+	return most
+}
+
+// Needs is the memory that a measurement allocates, in bytes: the same in each space, and for
+// loads from files another pool on the GPU and staging buffers on the host.
+func (o ReloadOptions) Needs() map[device.Space]int64 {
+	o = o.EnsureDefaults()
+	most := o.poolBytes()
+	pool, staging, _ := o.fileNeeds()
+	needs := map[device.Space]int64{device.Host: most + staging, o.Compute: most + pool}
 	if o.Peer != device.Host {
 		needs[o.Peer] = most
 	}
@@ -172,9 +195,11 @@ type ReloadPoint struct {
 	Layout  Layout `json:"layout"`
 	Blocks  int    `json:"blocks"`
 	Bytes   int64  `json:"bytes"`
-	// Host and Peer are loads from each; Peer is nil without peers.
-	Host *Load `json:"host"`
-	Peer *Load `json:"peer"`
+	// Host, Peer and File are loads from each; Peer is nil without peers, File without files and of a
+	// contiguous layout.
+	Host *Load     `json:"host"`
+	Peer *Load     `json:"peer"`
+	File *FileLoad `json:"file"`
 	// Speedup is the time of a load from the host over that of one from the peer as the host
 	// sees them, PlainSpeedup the same of copies without the engine, CopySpeedup as the device sees
 	// them, and RawSpeedup the ratio of raw rates; 0 without peers.
@@ -184,12 +209,15 @@ type ReloadPoint struct {
 	RawSpeedup   float64 `json:"raw_speedup,omitempty"`
 }
 
-// Reload measures loads of KV entries to the GPU that computes, from the host and from a
-// peer. Where ctx ends, the points that have been measured are returned beside the error.
+// Reload measures loads of KV entries to the GPU that computes, from the host, from a
+// peer, and from files. An error that wraps ErrDirectory is one of these or of their directory. Where ctx ends, the points that have been measured are returned beside the error.
 func Reload(ctx context.Context, o ReloadOptions) (_ []ReloadPoint, err error) {
 	o = o.EnsureDefaults()
 	if err := o.Validate(); err != nil {
 		return nil, err
+	}
+	if err := o.checkRoom(); err != nil {
+		return nil, fmt.Errorf("kv: %w", err)
 	}
 	r := &reloads{rig: rig{machine: o.Machine}, o: o}
 	defer func() { err = errors.Join(err, r.close()) }()
@@ -199,7 +227,7 @@ func Reload(ctx context.Context, o ReloadOptions) (_ []ReloadPoint, err error) {
 	cells := o.cells()
 	var done, total int64
 	for _, c := range cells {
-		total += int64(len(r.sources)) * c.copied(o.Repetitions)
+		total += c.copied(&o, len(r.sources))
 	}
 	var points []ReloadPoint
 	for _, c := range cells {
@@ -211,7 +239,7 @@ func Reload(ctx context.Context, o ReloadOptions) (_ []ReloadPoint, err error) {
 			return points, fmt.Errorf("kv: load %d entries of %d bytes, %s: %w", c.count, c.entry.Bytes, c.layout, err)
 		}
 		points = append(points, p)
-		done += int64(len(r.sources)) * c.copied(o.Repetitions)
+		done += c.copied(&o, len(r.sources))
 		if o.Progress != nil {
 			o.Progress(done, total)
 		}
@@ -228,6 +256,9 @@ type reloads struct {
 	engine, timed *transfer.Engine
 	// sources are the host, and the peer where there is one.
 	sources []*source
+	// files are those of entry, one after the other.
+	files *files
+	entry *Entry
 }
 
 // source is a memory that blocks are loaded from.
@@ -243,8 +274,8 @@ type source struct {
 }
 
 func (r *reloads) open(ctx context.Context) (err error) {
-	needs := r.o.Needs()
-	if r.pool, err = r.memory(r.o.Compute, needs[r.o.Compute], "pool"); err != nil {
+	size := r.o.poolBytes()
+	if r.pool, err = r.memory(r.o.Compute, size, "pool"); err != nil {
 		return err
 	}
 	for _, space := range []device.Space{device.Host, r.o.Peer} {
@@ -252,7 +283,7 @@ func (r *reloads) open(ctx context.Context) (err error) {
 			continue // no peer
 		}
 		s := &source{machine: r.machine}
-		if s.region, err = r.memory(space, needs[space], "offloaded"); err != nil {
+		if s.region, err = r.memory(space, size, "offloaded"); err != nil {
 			return err
 		}
 		// As the transfer engine does: copies between GPUs on a stream of the source.
@@ -289,7 +320,33 @@ func (r *reloads) open(ctx context.Context) (err error) {
 		}
 		r.closers = append(r.closers, (*e).Close)
 	}
+	r.closers = append(r.closers, r.closeFiles)
 	return nil
+}
+
+// openFiles has files be those of an entry.
+func (r *reloads) openFiles(ctx context.Context, e *Entry) error {
+	if r.entry == e {
+		return nil
+	}
+	if err := r.closeFiles(); err != nil {
+		return err
+	}
+	files, err := openFiles(ctx, &r.o, e, r.engine, r.sources[0].raw.Stream)
+	if err == nil {
+		r.files, r.entry = files, e
+	}
+	return err
+}
+
+// closeFiles removes the files that there are.
+func (r *reloads) closeFiles() error {
+	f := r.files
+	if f == nil {
+		return nil
+	}
+	r.files, r.entry = nil, nil
+	return f.close()
 }
 
 // requests are the pieces of a cell's loads from a source.

@@ -42,6 +42,41 @@ func (l *Loads) table(b *strings.Builder) {
 		"% of raw: queued over raw, and the same rate as the device sees it: from the start of the first copy to the end of the last\n" +
 		"host/peer: time of a load from the host over that of one from a peer; of plain: the same ratio without the engine; of copies: of their copies on the device; of raw rates: the same ratio of raw copies\n" +
 		"queue: until the host enqueues the first chunk; launch: until the device begins; copy; notice: until the host has signaled the end; wake: until the goroutine that waits goes on\n")
+	if l.hasFiles() {
+		b.WriteString(l.filesText())
+	}
+}
+
+// hasFiles reports whether loads from files were measured.
+func (l *Loads) hasFiles() bool {
+	return slices.ContainsFunc(l.Reloads, func(p ReloadPoint) bool { return p.File != nil })
+}
+
+// filesText explains the columns of files.
+func (l *Loads) filesText() string {
+	text := fmt.Sprintf("file ms: one load of the same blocks from files in directory %q, one for each, as a server loads them; cached ms: the same load at once again, from the operating system's page cache\n", l.FileDirectory)
+	explained := map[PageCache]string{
+		PagesDropped: "the system was asked to drop the files' pages from its page cache before each load but the cached ones, and had at most 2 % of them left: the disk was read",
+		PagesAsked:   "the system was asked to drop the files' pages from its page cache before each load but the cached ones, and does not report whether it did: what was read may have been in memory",
+		PagesKept:    "the system was asked to drop the files' pages from its page cache, and had them still: what was read was in memory, wholly or in part, and the disk was not measured",
+	}
+	for _, c := range pageCaches {
+		if slices.ContainsFunc(l.Reloads, func(p ReloadPoint) bool { return p.File != nil && p.File.PageCache == c }) {
+			text += fmt.Sprintf("pages %s: %s\n", c, explained[c])
+		}
+	}
+	return text
+}
+
+// filesName is what the figure calls loads from files.
+func (l *Loads) filesName() string {
+	cache := PagesDropped
+	for _, p := range l.Reloads {
+		if p.File != nil {
+			cache = worse(cache, p.File.PageCache)
+		}
+	}
+	return map[PageCache]string{PagesDropped: "files", PagesAsked: "files, maybe in the page cache", PagesKept: "files, page cache not dropped"}[cache]
 }
 
 // rates writes a line for each point.
@@ -51,6 +86,9 @@ func (l *Loads) rates(w io.Writer, points []ReloadPoint) {
 	for _, s := range sources {
 		head += s.name + " ms\tplain ms\tcopy ms\tqueued\traw\t% of raw\tcopies\t"
 	}
+	if l.hasFiles() {
+		head += "file ms\tcached ms\tqueued\tpages\t"
+	}
 	if len(sources) > 1 {
 		head += "host/peer\tof plain\tof copies\tof raw rates\t"
 	}
@@ -59,6 +97,11 @@ func (l *Loads) rates(w io.Writer, points []ReloadPoint) {
 		fmt.Fprintf(w, "%d\t%s\t%s\t", p.Entries, p.Layout, eval.Size(p.Bytes))
 		for _, s := range p.sources() {
 			fmt.Fprintf(w, "%.4g\t%.4g\t%.4g\t%.4g\t%.4g\t%.1f\t%.1f\t", 1e3*s.Seconds, 1e3*s.PlainSeconds, 1e3*s.Copy, s.QueuedBytesPerSecond/1e9, s.best()/1e9, 100*s.RawFraction, 100*s.CopyFraction)
+		}
+		if f := p.File; f != nil {
+			fmt.Fprintf(w, "%.4g\t%.4g\t%.4g\t%s\t", 1e3*f.Seconds, 1e3*f.CachedSeconds, f.QueuedBytesPerSecond/1e9, f.PageCache)
+		} else if l.hasFiles() {
+			fmt.Fprint(w, "-\t-\t-\t-\t")
 		}
 		if p.Peer != nil {
 			fmt.Fprintf(w, "%.2fx\t%.2fx\t%.2fx\t%.2fx\t", p.Speedup, p.PlainSpeedup, p.CopySpeedup, p.RawSpeedup)
@@ -117,6 +160,9 @@ var loadColumns = []string{
 	"queued_bytes_per_s", "queued_copy_bytes_per_s", "raw_bytes_per_s", "batch_bytes_per_s", "raw_fraction", "copy_fraction", "plain_s", "plain_fraction",
 }
 
+// fileColumns are the keys of a FileLoad.
+var fileColumns = []string{"page_cache", "load_s", "load_bytes_per_s", "cached_load_s", "cached_load_bytes_per_s", "queued_loads", "queued_bytes_per_s"}
+
 // csv are the columns and the values of each point.
 func (l *Loads) csv() (columns []string, rows [][]string) {
 	columns = []string{"block_tokens", "models", "entry_bytes", "entries", "layout", "blocks", "bytes"}
@@ -125,7 +171,10 @@ func (l *Loads) csv() (columns []string, rows [][]string) {
 			columns = append(columns, s+"_"+c)
 		}
 	}
-	columns = append(columns, "speedup", "copy_speedup", "raw_speedup", "plain_speedup")
+	for _, c := range fileColumns {
+		columns = append(columns, "file_"+c)
+	}
+	columns = append(columns, "file_directory", "speedup", "copy_speedup", "raw_speedup", "plain_speedup")
 	ratio := func(v float64) string { // absent where JSON has no such key
 		if v == 0 {
 			return ""
@@ -142,13 +191,19 @@ func (l *Loads) csv() (columns []string, rows [][]string) {
 			row = append(row, float(x.Seconds), float(x.BytesPerSecond), float(x.Queue), float(x.Launch), float(x.Copy), float(x.Notice), float(x.Wake), strconv.Itoa(x.QueuedLoads),
 				float(x.QueuedBytesPerSecond), float(x.QueuedCopyBytesPerSecond), float(x.RawBytesPerSecond), ratio(x.BatchBytesPerSecond), float(x.RawFraction), float(x.CopyFraction), float(x.PlainSeconds), float(x.PlainFraction))
 		}
+		if f := p.File; f != nil {
+			row = append(row, string(f.PageCache), float(f.Seconds), float(f.BytesPerSecond), float(f.CachedSeconds), float(f.CachedBytesPerSecond), strconv.Itoa(f.QueuedLoads), float(f.QueuedBytesPerSecond))
+		} else {
+			row = append(row, make([]string, len(fileColumns))...)
+		}
+		row = append(row, l.FileDirectory)
 		rows = append(rows, append(row, ratio(p.Speedup), ratio(p.CopySpeedup), ratio(p.RawSpeedup), ratio(p.PlainSpeedup)))
 	}
 	return columns, rows
 }
 
-// figure is the time of a load of scattered blocks over the number of entries, from the host
-// and from a peer, in a panel for each size of entries. on names the devices; comparable: host
+// figure is the time of a load of scattered blocks over the number of entries, from the host,
+// from a peer and from files, in a panel for each size of entries. on names the devices; comparable: host
 // and peer have rates.
 func (l *Loads) figure(on string, comparable bool) *figure.Lines {
 	chart := &figure.Lines{
@@ -170,17 +225,23 @@ func (l *Loads) figure(on string, comparable bool) *figure.Lines {
 		}
 		host := figure.Series{Name: "host memory", Look: figure.LookB, Line: true, Marks: true}
 		peer := figure.Series{Name: "peer memory", Look: figure.LookA, Line: true, Marks: true}
+		file := figure.Series{Name: l.filesName(), Look: figure.LookC, Line: true, Marks: true}
+		cached := figure.Series{Name: "files in the page cache", Look: figure.LookD, Line: true, Marks: true}
 		for _, p := range points {
 			host.Points = append(host.Points, figure.Point{X: float64(p.Entries), Y: 1e3 * p.Host.Seconds})
 			if p.Peer != nil {
 				peer.Points = append(peer.Points, figure.Point{X: float64(p.Entries), Y: 1e3 * p.Peer.Seconds})
+			}
+			if f := p.File; f != nil {
+				file.Points = append(file.Points, figure.Point{X: float64(p.Entries), Y: 1e3 * f.Seconds})
+				cached.Points = append(cached.Points, figure.Point{X: float64(p.Entries), Y: 1e3 * f.CachedSeconds})
 			}
 		}
 		first, last := points[0], points[len(points)-1]
 		if first.Peer != nil && comparable {
 			panel.Title += fmt.Sprintf("; host / peer: %.1f× to %.1f×", first.Speedup, last.Speedup)
 		}
-		panel.Series = legendOnce(len(chart.Panels), host, peer)
+		panel.Series = legendOnce(len(chart.Panels), host, peer, file, cached)
 		chart.Panels = append(chart.Panels, panel)
 	}
 	return chart

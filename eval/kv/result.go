@@ -22,6 +22,8 @@ type Result struct {
 type Loads struct {
 	// BlockTokens is the number of tokens of a block.
 	BlockTokens int `json:"block_tokens"`
+	// FileDirectory is that of the files; empty: there are none.
+	FileDirectory string `json:"file_directory,omitempty"`
 	// Entries are the sizes of what is loaded, Reloads the points, ordered by entry, count
 	// and layout.
 	Entries []Entry       `json:"kv_entries"`
@@ -44,6 +46,9 @@ func WriteTable(out io.Writer, r *Result) error {
 	b.WriteString(eval.Header(&r.Run, &r.Machine))
 	if r.Loads != nil {
 		r.Loads.table(&b)
+		if r.Loads.hasFiles() && r.virtual() {
+			b.WriteString("the virtual clock of emulated devices does not count reading files: times of files are those of the copies behind it\n")
+		}
 	}
 	if r.Sizes != nil {
 		r.Sizes.table(&b, r.Emulated)
@@ -83,9 +88,17 @@ func Plot(out io.Writer, format string, r *Result) error {
 		on = r.EmulatedNote()
 	}
 	if r.Loads != nil {
+		if r.Loads.hasFiles() && r.virtual() {
+			on += ", whose virtual clock does not count reading files"
+		}
 		return r.Loads.figure(on, !r.Unpaced()).Write(out, format)
 	}
 	return r.Sizes.figure(on, r.Emulated).Write(out, format)
+}
+
+// virtual reports whether times are those of a virtual clock.
+func (r *Result) virtual() bool {
+	return r.Emulation != nil && r.Emulation.Rates == eval.RatesVirtual
 }
 
 func float(v float64) string { return strconv.FormatFloat(v, 'g', 8, 64) }
