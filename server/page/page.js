@@ -5,9 +5,10 @@ import * as views from "./views.js";
 
 const $ = (id) => document.getElementById(id);
 const grid = new views.Grid();
+const load = new views.Load();
 const peers = new views.Peers();
 const steps = new views.Steps();
-const latencies = ["vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds"];
+const latencies = ["vllm:time_to_first_token_seconds", "vllm:request_time_per_output_token_seconds", "vllm:inter_token_latency_seconds"];
 let before; // the last answer of /debug/node
 let minute = []; // histograms and links of the last minute
 let drawn = 0; // steps that the chart shows
@@ -26,7 +27,7 @@ function rates(now) {
   return { generated: per("generated_tokens"), prefill: per("prefill_tokens"), steps: per("steps"), hits, misses, links };
 }
 
-// latency is TTFT and ITL of the last minute, each its median and 99th percentile, in seconds.
+// latency is TTFT, TPOT and ITL of the last minute, each its median and 99th percentile, in seconds.
 async function latency(node) {
   const now = { at: Date.now(), all: await histograms(node.model, latencies), links: node.now.links };
   minute = [...minute.filter((m) => now.at - m.at <= 60e3), now];
@@ -37,7 +38,9 @@ async function update() {
   const [node, residency] = await Promise.all([get("/debug/node"), get("/debug/residency")]);
   const r = rates(node.now);
   views.header(node, (Date.parse(node.now.time) - Date.parse(node.since)) / 1e3);
-  views.now(node.now, r, residency.kv, await latency(node));
+  load.add(views.reading(Date.now() / 1e3, node.now, residency, load.samples.at(-1)));
+  views.now(node.now, r, residency.kv, await latency(node), load);
+  load.draw();
   views.memory(node.now.memories);
   views.links(node.now.links, r.links, minute[0].links);
   views.kv(residency.kv);
