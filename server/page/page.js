@@ -5,8 +5,8 @@ import * as views from "./views.js";
 
 const $ = (id) => document.getElementById(id);
 const grid = new views.Grid();
+const load = new views.Load();
 const peers = new views.Peers();
-const queue = new views.Queue();
 const steps = new views.Steps();
 const latencies = ["vllm:time_to_first_token_seconds", "vllm:request_time_per_output_token_seconds", "vllm:inter_token_latency_seconds"];
 let before; // the last answer of /debug/node
@@ -38,14 +38,14 @@ async function update() {
   const [node, residency] = await Promise.all([get("/debug/node"), get("/debug/residency")]);
   const r = rates(node.now);
   views.header(node, (Date.parse(node.now.time) - Date.parse(node.since)) / 1e3);
-  const revoked = views.total(residency.harvest?.revocations);
-  views.now(node.now, r, residency.kv, revoked, await latency(node));
+  load.add(views.reading(Date.now() / 1e3, node.now, residency, load.samples.at(-1)));
+  views.now(node.now, r, residency.kv, await latency(node), load);
+  load.draw();
   views.memory(node.now.memories);
   views.links(node.now.links, r.links, minute[0].links);
   views.kv(residency.kv);
   grid.update(residency.experts.layers);
   peers.update(residency.harvest, residency.peers);
-  queue.update(node.now, revoked);
   if (seen !== drawn) {
     steps.draw();
     drawn = seen;

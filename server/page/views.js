@@ -22,6 +22,11 @@ const formats = [0, 1, 2].map((digits) => new Intl.NumberFormat("en", { maximumF
 
 export const number = (x, digits = 1) => formats[digits].format(x);
 
+const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
+
+// short is a number where there is little room.
+const short = (n) => (n < 1e5 ? number(n, 0) : compact.format(n));
+
 // count is a number of things.
 const count = (n, one, more = `${one}s`) => `${number(n)} ${n === 1 ? one : more}`;
 
@@ -122,11 +127,8 @@ export function state(text, bad) {
   $("state").toggleAttribute("data-bad", bad);
 }
 
-// total of counts by reason; undefined: nothing counts them.
-export const total = (counts) => counts && Object.values(counts).reduce((a, b) => a + b, 0);
-
 // now shows the figures of the moment; rates are those since the last call, latencies those of the last minute.
-export function now(n, rates, kv, revoked, [ttft, tpot, itl]) {
+export function now(n, rates, kv, [ttft, tpot, itl], load) {
   const [hits, misses] = rates.hits + rates.misses ? [rates.hits, rates.misses] : [n.expert_hits, n.expert_misses];
   const ms = (all) => (all[0] === undefined ? "–" : all.map((s) => number(s * 1e3, s < 0.01 ? 1 : 0)).join(" / "));
   const all = [
@@ -137,16 +139,17 @@ export function now(n, rates, kv, revoked, [ttft, tpot, itl]) {
     ["TTFT, median / p99", ms(ttft), "ms"],
     ["TPOT, median / p99", ms(tpot), "ms"],
     ["ITL, median / p99", ms(itl), "ms"],
-    [`KV cache, of ${number(kv.blocks * kv.block_tokens)} tokens`, kv.blocks ? number((100 * kv.used_blocks) / kv.blocks) : "–", "%"],
+    ["KV cache", kv.blocks ? number((100 * kv.used_blocks) / kv.blocks) : "–", "%"],
+    ["KV cache tokens", short(kv.used_blocks * kv.block_tokens), `of ${short(kv.blocks * kv.block_tokens)}`],
     ["Steps", number(rates.steps), "per s"],
     ["Experts offloaded", number(100 * n.offload_fraction), "%"],
     ["Expert hits", hits + misses ? number((100 * hits) / (hits + misses)) : "–", "%"],
     ["Prefix cache hits", n.prefix_cache_queries ? number((100 * n.prefix_cache_hits) / n.prefix_cache_queries) : "–", "%"],
-    ["Preemptions", number(n.preemptions), ""],
-    ...(revoked === undefined ? [] : [["Revocations", number(revoked), "slabs of peers"]]),
+    ["Preemptions, last min", number(load.preempted(60)), `of ${number(n.preemptions)} in all`],
+    ...(load.borrows() ? [["Revocations, last min", number(total(load.revoked(60))), `of ${number(total(load.samples.at(-1).revocations))} in all`]] : []),
   ];
   $("now").replaceChildren(
-    ...all.map(([what, value, unit]) => element("div", {}, element("dt", {}, what), element("dd", {}, value, " ", element("small", {}, unit)))),
+    ...all.map(([what, value, unit]) => element("div", {}, element("dt", {}, what), element("dd", {}, element("span", {}, value), " ", element("small", {}, unit)))),
   );
 }
 
@@ -191,10 +194,12 @@ export function links(all, rates, earlier) {
 
 // kv shows the KV cache and the tiers below it.
 export function kv(k) {
-  const gpu = ["GPU", bar(k.blocks ? k.used_blocks / k.blocks : 0), number(k.used_blocks), number(k.blocks), "–", "–"];
+  const gpu = ["GPU", bar(k.blocks ? k.used_blocks / k.blocks : 0), number(k.used_blocks * k.block_tokens), number(k.blocks * k.block_tokens), number(k.used_blocks), number(k.blocks), "–", "–"];
   const tiers = (k.tiers ?? []).map((t) => [
     t.medium,
     bar(t.capacity_blocks ? t.used_blocks / t.capacity_blocks : 0),
+    number(t.used_blocks * t.block_tokens),
+    number(t.capacity_blocks * t.block_tokens),
     number(t.used_blocks),
     number(t.capacity_blocks),
     bytes(t.stored_bytes),
@@ -338,6 +343,163 @@ export class Grid {
   }
 }
 
+// total is the sum of counts.
+const total = (counts) => Object.values(counts).reduce((n, c) => n + c, 0);
+
+// listed are counts in words, such as "external 2, pressure 1".
+const listed = (counts) => Object.entries(counts).map(([name, n]) => `${name} ${number(n)}`).join(", ");
+
+// summed adds counts by their names.
+function summed(all) {
+  const sum = {};
+  for (const counts of all) for (const [name, n] of Object.entries(counts)) sum[name] = (sum[name] ?? 0) + n;
+  return sum;
+}
+
+// reading is the load at a time: sequences, tokens of the KV cache, and counts of preemptions and of revocations by
+// reason, since the start and since the reading before. Counts that fell are those of a server that started again.
+export function reading(at, node, { kv, harvest }, before) {
+  const revocations = harvest ? (harvest.revocations ?? {}) : undefined;
+  const since = (n, was) => (before ? Math.max(0, n - (was ?? 0)) : 0);
+  return {
+    at,
+    running: node.running,
+    waiting: node.waiting,
+    used: kv.used_blocks * kv.block_tokens,
+    capacity: kv.blocks * kv.block_tokens,
+    preemptions: node.preemptions,
+    preempted: since(node.preemptions, before?.preemptions),
+    revocations,
+    revoked: Object.fromEntries(
+      Object.entries(revocations ?? {})
+        .map(([reason, n]) => [reason, since(n, before?.revocations?.[reason])])
+        .filter(([, n]) => n > 0),
+    ),
+  };
+}
+
+// tens sums up the readings of each 10 s, the latest first: the most of what is measured, the sum of what is counted.
+export function tens(samples) {
+  const all = new Map();
+  for (const s of samples) {
+    const from = 10 * Math.floor(s.at / 10);
+    all.set(from, [...(all.get(from) ?? []), s]);
+  }
+  const most = (of, key) => Math.max(...of.map((s) => s[key]));
+  return [...all].reverse().map(([from, of]) => ({
+    from,
+    running: most(of, "running"),
+    waiting: most(of, "waiting"),
+    used: most(of, "used"),
+    capacity: of.at(-1).capacity,
+    preempted: of.reduce((n, s) => n + s.preempted, 0),
+    revoked: summed(of.map((s) => s.revoked)),
+  }));
+}
+
+// Load draws the load over time: running and waiting sequences, tokens of the KV cache, preemptions and revocations.
+export class Load {
+  constructor() {
+    this.samples = [];
+  }
+
+  add(sample) {
+    this.samples.push(sample);
+    if (this.samples.length > 300) this.samples.shift();
+  }
+
+  // last are the readings of the last seconds.
+  last(seconds) {
+    return this.samples.filter((s) => this.samples.at(-1).at - s.at < seconds);
+  }
+
+  preempted(seconds) {
+    return this.last(seconds).reduce((n, s) => n + s.preempted, 0);
+  }
+
+  revoked(seconds) {
+    return summed(this.last(seconds).map((s) => s.revoked));
+  }
+
+  // borrows reports whether there is memory of peers that can be revoked.
+  borrows() {
+    return this.samples.at(-1)?.revocations !== undefined;
+  }
+
+  draw() {
+    const now = this.samples.at(-1);
+    const passed = span(now.at - this.samples[0].at);
+    const most = (key) => Math.max(...this.samples.map((s) => s[key]));
+    const swatch = (name) => element("i", { "data-load": name });
+    const preempted = this.preempted(Infinity), revoked = this.revoked(Infinity);
+    const shown = [
+      this.panel(
+        "Sequences",
+        [swatch("running"), `${number(now.running)} running `, swatch("waiting"), `${number(now.waiting)} waiting (queue depth)`],
+        `At most ${number(most("running"))} running and ${number(most("waiting"))} waiting in the last ${passed}.`,
+        { areas: [["waiting", (s) => s.running + s.waiting], ["running", (s) => s.running]] },
+      ),
+      this.panel(
+        "KV cache",
+        [swatch("used"), `${number(now.used)} of ${number(now.capacity)} tokens `],
+        `At most ${number(most("used"))} tokens in use in the last ${passed}.`,
+        { areas: [["used", (s) => s.used]], line: (s) => s.capacity },
+      ),
+      this.panel("Preemptions per 10 s", [swatch("preempted"), `${number(preempted)} in this time, ${number(now.preemptions)} since the start`], "", { bars: ["preempted", (s) => s.preempted] }),
+    ];
+    if (this.borrows()) {
+      const reasons = total(revoked) ? ` (${listed(revoked)})` : "";
+      const said = `${number(total(revoked))} in this time${reasons}, ${number(total(now.revocations))} since the start`;
+      shown.push(this.panel("Revocations of peer memory per 10 s", [swatch("revoked"), said], "", { bars: ["revoked", (s) => total(s.revoked)] }));
+    }
+    $("load").replaceChildren(...shown);
+    $("load-span").textContent = `The last ${passed}, from left to right.`;
+    rows(
+      "load-table",
+      tens(this.samples).map((s) => [
+        new Date(s.from * 1e3).toLocaleTimeString("en-GB"),
+        number(s.running),
+        number(s.waiting),
+        `${number(s.used)} of ${number(s.capacity)}`,
+        number(s.preempted),
+        this.borrows() ? listed(s.revoked) || "0" : "–",
+      ]),
+      "",
+    );
+  }
+
+  // panel is a chart with its heading: areas of which later ones are drawn over earlier ones and a line, of readings; or bars, of each 10 s.
+  panel(title, said, more, { areas = [], bars, line }) {
+    const w = 300, h = 90, left = 42, top = 6, bottom = h - 6;
+    const from = this.samples[0].at, length = Math.max(30, this.samples.at(-1).at - from);
+    const values = [...areas.map(([, value]) => value), ...(line ? [line] : [])].flatMap((value) => this.samples.map(value));
+    const counted = bars ? tens(this.samples).filter((s) => bars[1](s) > 0) : [];
+    const highest = Math.max(1, ...values, ...counted.map((s) => bars[1](s)));
+    const at = (seconds) => left + ((seconds - from) / length) * (w - left - 2);
+    const x = (s) => at(s.at).toFixed(1);
+    const y = (v) => (bottom - (v / highest) * (bottom - top)).toFixed(1);
+    const path = (value) => this.samples.map((s) => `${x(s)},${y(value(s))}`).join(" L");
+    const bar = (s) => {
+      const l = at(Math.max(s.from, from)), r = Math.max(l + 1, at(Math.min(s.from + 10, this.samples.at(-1).at)) - 1);
+      return `M${l.toFixed(1)},${bottom} V${y(bars[1](s))} H${r.toFixed(1)} V${bottom} Z`;
+    };
+    const text = said.filter((part) => typeof part === "string").join("").trim();
+    const all = shape(
+      "svg",
+      { viewBox: `0 0 ${w} ${h}`, role: "img", "aria-label": [`${title}: ${text}.`, more, "The table below has them over time."].filter(Boolean).join(" ") },
+      ...areas.map(([name, value]) => shape("path", { "data-load": name, d: `M${x(this.samples[0])},${bottom} L${path(value)} L${x(this.samples.at(-1))},${bottom} Z` })),
+    );
+    if (bars) all.append(shape("path", { "data-load": bars[0], d: counted.map(bar).join(" ") }));
+    if (line) all.append(shape("path", { class: "mark", "stroke-dasharray": "5 4", d: `M${path(line)}` }));
+    all.append(
+      shape("line", { class: "axis", x1: left, x2: w, y1: bottom, y2: bottom }),
+      shape("text", { x: left - 6, y: top + 8, "text-anchor": "end" }, short(highest)),
+      shape("text", { x: left - 6, y: bottom, "text-anchor": "end" }, "0"),
+    );
+    return element("figure", { class: "chart" }, element("figcaption", {}, element("b", {}, title), element("span", {}, ...said)), all);
+  }
+}
+
 // Peers draws the memory of peers over time: what is borrowed, and what other processes have.
 export class Peers {
   constructor() {
@@ -365,7 +527,7 @@ export class Peers {
         shape("path", { d: area((s) => s.other_processes_bytes), fill: "var(--host)" }),
         shape("line", { class: "axis", x1: left, x2: w - left, y1: top + h - 4, y2: top + h - 4 }),
         shape("line", { class: "mark", "stroke-dasharray": "5 4", x1: left, x2: w - left, y1: top + p.headroom_bytes * scale, y2: top + p.headroom_bytes * scale }),
-        shape("text", { x: left, y: top - 4 }, `${p.device}${name ? ` ${name}` : ""}, ${bytes(p.capacity_bytes)}: borrowed ${bytes(p.used_bytes)}, others ${bytes(p.other_processes_bytes)}, ${p.health}`),
+        shape("text", { x: left, y: top - 4 }, `${p.device}${name ? ` ${name}` : ""}, ${bytes(p.capacity_bytes)}: borrowed ${bytes(p.used_bytes)}${p.draining_bytes ? `, draining ${bytes(p.draining_bytes)}` : ""}, others ${bytes(p.other_processes_bytes)}, ${p.health}`),
       );
     });
     const say = harvest.peers.map((p) => `${p.device}: borrowed ${bytes(p.used_bytes)}, other processes ${bytes(p.other_processes_bytes)}, of ${bytes(p.capacity_bytes)}`).join("; ");
@@ -376,42 +538,6 @@ export class Peers {
       element("li", {}, element("i", { "data-tier": "host" }), "other processes"),
       element("li", {}, shape("svg", { viewBox: "0 0 24 12", "aria-hidden": "true" }, shape("line", { x1: 0, x2: 24, y1: 6, y2: 6, stroke: "currentColor", "stroke-dasharray": "5 4" })), "above it: the headroom, never borrowed"),
     );
-  }
-}
-
-// Queue draws how many sequences run and wait over time, and when memory of peers was revoked.
-export class Queue {
-  constructor() {
-    this.samples = [];
-    $("queue-legend").replaceChildren(
-      element("li", {}, Steps.swatch("var(--compute)"), "running"),
-      element("li", {}, Steps.swatch("var(--s1)"), "waiting, above them"),
-      element("li", {}, shape("svg", { viewBox: "0 0 24 12", "aria-hidden": "true" }, shape("line", { x1: 12, x2: 12, y1: 0, y2: 12, stroke: "var(--warn)", "stroke-width": 2 })), "memory of a peer was revoked"),
-    );
-  }
-
-  update(now, revoked = 0) {
-    this.samples.push({ at: Date.parse(now.time) / 1e3, running: now.running, waiting: now.waiting, revoked });
-    if (this.samples.length > 300) this.samples.shift();
-    const w = 640, h = 110, left = 34, bottom = 4;
-    const first = this.samples[0], last = this.samples.at(-1), length = Math.max(30, last.at - first.at);
-    const most = Math.max(4, ...this.samples.map((s) => s.running + s.waiting));
-    const x = (at) => (left + ((at - first.at) / length) * (w - left)).toFixed(1);
-    const y = (n) => (h - bottom - (n / most) * (h - bottom - 12)).toFixed(1);
-    // The samples hold until the next one: what has ended at once is not drawn as if it went down slowly.
-    const area = (value) => `M${x(first.at)},${y(0)} ${this.samples.map((s, i) => `L${x(s.at)},${y(value(s))} L${x((this.samples[i + 1] ?? s).at)},${y(value(s))}`).join(" ")} L${x(last.at)},${y(0)} Z`;
-    const times = this.samples.slice(1).filter((s, i) => s.revoked > this.samples[i].revoked);
-    const longest = Math.max(...this.samples.map((s) => s.waiting));
-    const say = `${count(last.running, "sequence")} running, ${number(last.waiting)} waiting; at most ${number(longest)} waiting in the last ${span(last.at - first.at)}; memory of peers was revoked ${count(times.length, "time")}.`;
-    const all = shape("svg", { viewBox: `0 0 ${w} ${h}`, role: "img", "aria-label": say },
-      shape("path", { d: area((s) => s.running + s.waiting), fill: "var(--s1)" }),
-      shape("path", { d: area((s) => s.running), fill: "var(--compute)" }),
-      shape("line", { class: "axis", x1: left, x2: w, y1: y(0), y2: y(0) }),
-      shape("text", { x: left - 6, y: 16, "text-anchor": "end" }, number(most)),
-      shape("text", { x: left - 6, y: h - bottom, "text-anchor": "end" }, "0"),
-      ...times.map((s) => shape("line", { class: "revoked", x1: x(s.at), x2: x(s.at), y1: 8, y2: h - bottom })),
-    );
-    $("queue").replaceChildren(all, element("p", { class: "quiet" }, `The last ${span(last.at - first.at)}, from left to right.`));
   }
 }
 

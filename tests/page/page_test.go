@@ -13,6 +13,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -217,7 +218,7 @@ func load(t *testing.T, n node, clients int) {
 // TestPage: the page shows what a node under load does.
 func TestPage(t *testing.T) {
 	n := serve(t, nil, "--emulate", "gpus=3,hbm=64MiB,pcie=2GB/s,nvlink=8GB/s", "--offload-fraction", "0.6", "--harvest-headroom", "50%", "--max-num-seqs", "8",
-		"--kv-transfer-config", `{"kv_connector_extra_config": {"num_cpu_blocks": 200, "num_gpu_blocks": 50}}`, "--num-gpu-blocks-override", "64")
+		"--kv-transfer-config", `{"kv_connector_extra_config": {"num_cpu_blocks": 200, "num_gpu_blocks": 50}}`, "--num-gpu-blocks-override", "28")
 	var residency struct {
 		Experts struct {
 			Layers []struct {
@@ -261,14 +262,21 @@ func TestPage(t *testing.T) {
 		t.Errorf("%d tokens", len(tokens))
 	}
 
-	load(t, n, 10)
+	load(t, n, 12) // more than run at a time, with more tokens than the KV cache has
 	run(t, ctx, wait(`document.querySelectorAll("#steps g").length === 100`), wait(`document.querySelector("#state").textContent === "Running"`),
 		wait(`parseFloat(document.querySelector("#now dd").textContent.replace(/,/g, "")) > 0`), wait(`document.querySelectorAll("#peers path").length >= 4`))
 	if rows := value[int](t, ctx, `document.querySelectorAll("#steps-table tbody tr").length`); rows < 40 {
 		t.Errorf("%d rows of steps", rows)
 	}
-	run(t, ctx, wait(`/^[0-9.]+ \/ [0-9.]+ ms$/.test([...document.querySelectorAll("#now div")].find(d => d.textContent.startsWith("ITL")).lastChild.textContent)`),
-		wait(`document.querySelectorAll("#grid [data-fetched]").length > 0`))
+	for _, latency := range []string{"TTFT", "TPOT", "ITL"} {
+		run(t, ctx, wait(`/^[0-9.]+ \/ [0-9.]+ ms$/.test([...document.querySelectorAll("#now div")].find(d => d.textContent.startsWith("`+latency+`, median / p99")).lastChild.textContent)`))
+	}
+	// Requests wait for others before their first token.
+	if ms := value[[]float64](t, ctx, `["TTFT", "TPOT"].map(l => parseFloat([...document.querySelectorAll("#now div")].find(d => d.textContent.startsWith(l)).lastChild.textContent))`); ms[0] <= ms[1] || ms[1] <= 0 {
+		t.Errorf("TTFT and TPOT are %v", ms)
+	}
+	testLoad(t, ctx, n)
+	run(t, ctx, wait(`document.querySelectorAll("#grid [data-fetched]").length > 0`))
 	if said := value[string](t, ctx, `document.querySelector("#device").textContent`); said != "CPU, emulated GPU" {
 		t.Errorf("the device is %q", said)
 	}
@@ -305,40 +313,6 @@ func TestPage(t *testing.T) {
 		return [quantile(h, [], 0.5), quantile(h, [[1, 2], [2, 6], [4, 6], [Infinity, 6]], 0.5), quantile(h, [], 0.99), quantile(h, h, 0.5) ?? -1] })()`); !slices.Equal(q, []float64{2, 3.5, 4, -1}) {
 		t.Errorf("quantiles are %v", q)
 	}
-	figure := func(what string) string {
-		return value[string](t, ctx, `[...document.querySelectorAll("#now div")].find(d => d.textContent.startsWith("`+what+`")).textContent`)
-	}
-	for what, want := range map[string]string{"TPOT": `^TPOT, median / p99[0-9.]+ / [0-9.]+ ms$`, "KV cache": `^KV cache, of 1,024 tokens[0-9.]+ %$`, "Revocations": `^Revocations[\d,]+ slabs of peers$`} {
-		if said := figure(what); !regexp.MustCompile(want).MatchString(said) {
-			t.Errorf("of %s it says %q", what, said)
-		}
-	}
-	// Sequences wait, as there are more clients than may run; then what is borrowed is revoked.
-	queue := `document.querySelector("#queue svg").getAttribute("aria-label")`
-	run(t, ctx, wait(`/^8 sequences running, [1-9]\d* waiting; at most [1-9]\d* waiting in the last \d+ s; /.test(`+queue+`)`))
-	marks := value[int](t, ctx, `document.querySelectorAll("#queue .revoked").length`)
-	headroom := func(room string) {
-		t.Helper()
-		patch, err := http.NewRequestWithContext(t.Context(), http.MethodPatch, n.admin+"/admin/settings", strings.NewReader(`{"harvest-headroom": "`+room+`"}`))
-		if err != nil {
-			t.Fatal(err)
-		}
-		patch.Header.Set("Content-Type", "application/json")
-		r, err := http.DefaultClient.Do(patch)
-		if err != nil {
-			t.Fatal(err)
-		}
-		_ = r.Body.Close()
-		if r.StatusCode != http.StatusOK {
-			t.Fatalf("the headroom is not set: %s", r.Status)
-		}
-	}
-	headroom("99%")
-	run(t, ctx, wait(fmt.Sprintf(`document.querySelectorAll("#queue .revoked").length > %d`, marks)))
-	if said := figure("Revocations"); strings.HasPrefix(said, "Revocations0 ") {
-		t.Errorf("of revocations it says %q", said)
-	}
-	headroom("50%")
 	for id, least := range map[string]int{"links": 2, "kv": 3, "memory": 4} {
 		if rows := value[int](t, ctx, fmt.Sprintf(`document.querySelectorAll("#%s tbody tr").length`, id)); rows < least {
 			t.Errorf("%d rows of %s", rows, id)
@@ -372,8 +346,12 @@ func TestPage(t *testing.T) {
 		t.Errorf("the 4 shades have %d colors", colors)
 	}
 
+	// Pictures have half a minute of load.
 	if os.Getenv("SCREENSHOTS") != "" {
-		time.Sleep(25 * time.Second) // charts over time have something to show
+		run(t, ctx, wait(`parseInt(document.querySelector("#load-span").textContent.match(/\d+/)[0]) >= 30`))
+	}
+	open := func(open bool) chromedp.Action {
+		return chromedp.Evaluate(fmt.Sprintf(`document.querySelectorAll("details").forEach(d => d.open = %v)`, open), nil)
 	}
 	for _, theme := range []string{"light", "dark"} {
 		run(t, ctx, chromedp.Evaluate(`document.activeElement.blur(); document.documentElement.dataset.theme !== "`+theme+`" && document.querySelector("#theme").click()`, nil))
@@ -381,24 +359,117 @@ func TestPage(t *testing.T) {
 		if want := map[string]string{"light": "rgb(245, 246, 248)", "dark": "rgb(17, 21, 28)"}[theme]; ground != want {
 			t.Errorf("%s: the ground is %s, want %s", theme, ground, want)
 		}
+		run(t, ctx, open(true))
 		accessible(t, ctx, theme)
+		run(t, ctx, open(false))
 		shoot(t, ctx, "admin-page-"+theme+".png")
 	}
-	run(t, ctx, size(400, 800))
+	run(t, ctx, size(400, 800), open(true))
 	if wide := value[int](t, ctx, `document.documentElement.scrollWidth`); wide > 400 {
 		t.Errorf("the page is %d pixels wide in a window of 400", wide)
 	}
 	shoot(t, ctx, "admin-page-narrow.png")
 }
 
+// counted is the sum of a counter in /metrics.
+func counted(t *testing.T, n node, name string) (sum float64) {
+	t.Helper()
+	r, err := http.Get(n.admin + "/metrics")
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, err := io.ReadAll(r.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = r.Body.Close()
+	found := regexp.MustCompile(`(?m)^`+name+`(?:\{.*\})? (\S+)$`).FindAllStringSubmatch(string(text), -1)
+	if len(found) == 0 {
+		t.Fatalf("there is no %s", name)
+	}
+	for _, f := range found {
+		v, err := strconv.ParseFloat(f[1], 64)
+		if err != nil {
+			t.Fatal(err)
+		}
+		sum += v
+	}
+	return sum
+}
+
+// testLoad: what is shown of the load over time is what the node counts.
+func testLoad(t *testing.T, ctx context.Context, n node) {
+	t.Helper()
+	panel := func(i int) string { return fmt.Sprintf(`document.querySelectorAll("#load figure")[%d]`, i) }
+	said := func(i int) string {
+		return value[string](t, ctx, panel(i)+`.querySelector("figcaption span").textContent`)
+	}
+	run(t, ctx, wait(`/^[4-8] running [4-8] waiting/.test(`+panel(0)+`.querySelector("figcaption span").textContent)`), wait(panel(0)+`.querySelector("path[data-load=waiting]").getBBox().height > `+panel(0)+`.querySelector("path[data-load=running]").getBBox().height`))
+	if got := said(1); !regexp.MustCompile(`^[1-9]\d* of 448 tokens $`).MatchString(got) {
+		t.Errorf("of the KV cache it says %q", got)
+	}
+	if got := value[[]string](t, ctx, `[...document.querySelector("#kv tbody tr").cells].map(c => c.textContent)`); got[3] != "448" || got[5] != "28" {
+		t.Errorf("of the KV cache the table has %q", got)
+	}
+	if got := value[string](t, ctx, `[...document.querySelectorAll("#now div")].find(d => d.textContent.startsWith("KV cache tokens")).lastChild.textContent`); !regexp.MustCompile(`^[1-9]\d* of 448$`).MatchString(got) {
+		t.Errorf("of the KV cache the header says %q", got)
+	}
+
+	// All borrowed memory of a peer is asked for.
+	r, err := http.Post(n.admin+"/harvest/reclaim", "application/json", strings.NewReader(`{"device": 1, "bytes": 67108864}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	answer, err := io.ReadAll(r.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = r.Body.Close()
+	for i, name := range map[int]string{2: "vllm:num_preemptions_total", 3: "moeserve_harvest_revocations_total"} {
+		least := counted(t, n, name)
+		if least == 0 {
+			t.Errorf("%s is 0; the answer of reclaim was %s", name, answer)
+			continue
+		}
+		// The number of the last minute, which is that of the page's life, and that since the start.
+		shown := fmt.Sprintf(`%s.querySelector("figcaption span").textContent.match(/^([\d,]+) in this time.* ([\d,]+) since the start$/).slice(1).map(n => Number(n.replace(",", "")))`, panel(i))
+		run(t, ctx, wait(fmt.Sprintf(`%s[1] >= %v`, shown, least)))
+		got := value[[]float64](t, ctx, shown)
+		if most := counted(t, n, name); got[1] > most || got[0] == 0 || got[0] > got[1] {
+			t.Errorf("%s: it says %v, and the node %v to %v", name, got, least, most)
+		}
+		if high := value[float64](t, ctx, panel(i)+`.querySelector("path").getBBox().height`); high < 70 {
+			t.Errorf("%s: the highest bar is %v high", name, high)
+		}
+	}
+	if got := said(3); !regexp.MustCompile(`^\d+ in this time \(.*external \d+.*\), `).MatchString(got) {
+		t.Errorf("of revocations it says %q", got)
+	}
+	// The table has the same: its sums are those of the charts.
+	sums := value[[]float64](t, ctx, `[4, 5].map(i => [...document.querySelectorAll("#load-table tbody tr")].flatMap(r => r.cells[i].textContent.replace(/,/g, "").match(/\d+/g).map(Number)).reduce((a, b) => a + b)).concat([2, 3].map(i =>
+		Number(document.querySelectorAll("#load figure")[i].querySelector("figcaption span").textContent.replace(/,/g, "").match(/^\d+/)[0])))`)
+	if sums[0] != sums[2] || sums[1] != sums[3] {
+		t.Errorf("preemptions and revocations of the table, and those of the charts: %v", sums)
+	}
+	for i := range 4 {
+		if label := value[string](t, ctx, panel(i)+`.querySelector("svg").getAttribute("aria-label")`); !regexp.MustCompile(`^(Sequences|KV cache|Preemptions per 10 s|Revocations of peer memory per 10 s): .*\d.*\. The table below`).MatchString(label) {
+			t.Errorf("a chart's label is %q", label)
+		}
+	}
+}
+
 // testViews: what the views say of data.
 func testViews(t *testing.T, ctx context.Context) {
 	t.Helper()
 	for call, want := range map[string]string{
-		`JSON.stringify(v.byPurpose({prefetch: 7, demand: 5, other: 1, migration: 2}, {demand: 1, migration: 2}))`:                                            `[["demand","demand",4],["prefetch","prefetch",7],["other","other",1]]`,
-		`JSON.stringify(v.byPurpose(undefined, undefined))`:                                                                                                   `[]`,
-		`[0, 1, 4, 5, 15, 16].map(n => v.shade(n, 10)).join()`:                                                                                                `0,1,1,2,2,3`,
-		`v.stepText({step: 1234, seconds: 0.03, tokens: 1, sequences: 1})`:                                                                                    "Step 1,234: 30 ms, 1 token of 1 sequence\nBound by: not known",
+		`JSON.stringify(v.byPurpose({prefetch: 7, demand: 5, other: 1, migration: 2}, {demand: 1, migration: 2}))`: `[["demand","demand",4],["prefetch","prefetch",7],["other","other",1]]`,
+		// Without a reading before nothing is new, without peers nothing is revoked, and counts that fall are those of another start.
+		`JSON.stringify(v.reading(7, {running: 2, waiting: 1, preemptions: 5}, {kv: {used_blocks: 3, blocks: 4, block_tokens: 16}, harvest: null}))`:                                                                                `{"at":7,"running":2,"waiting":1,"used":48,"capacity":64,"preemptions":5,"preempted":0,"revoked":{}}`,
+		`JSON.stringify([5, 9].map(n => v.reading(7, {preemptions: n}, {kv: {}, harvest: {revocations: {pressure: n, external: 1}}}, {preemptions: 7, revocations: {pressure: 7}})).map(s => [s.preempted, s.revoked]))`:            `[[0,{"external":1}],[2,{"pressure":2,"external":1}]]`,
+		`JSON.stringify(v.tens([[9, 1, 6, {}], [11, 3, 2, {pressure: 1}], [19.9, 2, 4, {pressure: 2, external: 1}]].map(([at, running, used, revoked]) => ({at, running, waiting: 0, used, capacity: 8, preempted: 2, revoked}))))`: `[{"from":10,"running":3,"waiting":0,"used":4,"capacity":8,"preempted":4,"revoked":{"pressure":3,"external":1}},{"from":0,"running":1,"waiting":0,"used":6,"capacity":8,"preempted":2,"revoked":{}}]`,
+		`JSON.stringify(v.byPurpose(undefined, undefined))`:                `[]`,
+		`[0, 1, 4, 5, 15, 16].map(n => v.shade(n, 10)).join()`:             `0,1,1,2,2,3`,
+		`v.stepText({step: 1234, seconds: 0.03, tokens: 1, sequences: 1})`: "Step 1,234: 30 ms, 1 token of 1 sequence\nBound by: not known",
 		`v.stepText({step: 2, seconds: 0.03, predicted_seconds: 0.02, tokens: 9, sequences: 2, bound: {by: "link", src: "host", dst: "gpu0", share: 0.834}})`: "Step 2: 30 ms, 9 tokens of 2 sequences\nBound by: host → gpu0, busy 83 % of the step\n150 % of the predicted 20 ms",
 		`v.stepText({step: 2, seconds: 0.03, tokens: 9, sequences: 2, bound: {by: "router-sync", share: 0.5}})`:                                               "Step 2: 30 ms, 9 tokens of 2 sequences\nBound by: waiting for the host to read the router, 50 % of the step",
 		`v.bounds([{}])`: "",
@@ -413,13 +484,22 @@ func testViews(t *testing.T, ctx context.Context) {
 
 // TestKey: with a key the page asks for it, and then shows the node.
 func TestKey(t *testing.T) {
-	n := serve(t, []string{"MOESERVE_API_KEY=secret"})
+	n := serve(t, []string{"MOESERVE_API_KEY=secret"}, "--peers", "none")
 	ctx := browse(t)
 	run(t, ctx, chromedp.Navigate(n.admin+"/"), chromedp.WaitVisible("#key"),
 		chromedp.SendKeys("#key-text", "wrong"+kb.Enter), wait(`document.querySelector("#state").textContent === "The server needs an API key"`),
 		chromedp.SendKeys("#key-text", "secret"+kb.Enter), wait(`document.querySelectorAll("[role=gridcell]").length > 0`), chromedp.WaitNotVisible("#key"))
 	if stored := value[string](t, ctx, `JSON.stringify(localStorage)`); strings.Contains(stored, "secret") {
 		t.Error("the key is kept beyond the tab")
+	}
+	// Without peers nothing is said of revocations, and before a request no latency is.
+	run(t, ctx, wait(`document.querySelectorAll("#load figure").length > 0`))
+	if shown := value[[]string](t, ctx, `[...document.querySelectorAll("#load b")].map(b => b.textContent)`); !slices.Equal(shown, []string{"Sequences", "KV cache", "Preemptions per 10 s"}) {
+		t.Errorf("without peers the load is %q", shown)
+	}
+	now := value[string](t, ctx, `[...document.querySelectorAll("#now div")].map(d => d.textContent).join("; ")`)
+	if strings.Contains(now, "Revocations") || !strings.Contains(now, "TPOT, median / p99– ms; ") {
+		t.Errorf("without peers and requests the header is %q", now)
 	}
 }
 
