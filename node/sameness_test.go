@@ -207,6 +207,7 @@ func TestSameTokensDespiteFaults(t *testing.T) {
 				{"the step's own copies fail", emulated.Fault{Kind: emulated.FailCopy, Match: own, Skip: 9, Times: 3}, true},
 				{"copies stall", emulated.Fault{Kind: emulated.StallCopy, Match: fetch, Times: -1, Chance: 0.7, For: time.Millisecond}, false},
 			} {
+				hits := 0
 				for i := range 6 {
 					schedule, lax := emulated.Schedule(i%3), i >= 3
 					n, m := faulty(t, emulated.Options{Virtual: true, Check: true, Schedule: schedule, Seed: 5, LikeCUDA: lax, TimeFailures: 0.2 * float64(i/3), FenceStart: fenceStarts[i%3]}, model)
@@ -215,7 +216,8 @@ func TestSameTokensDespiteFaults(t *testing.T) {
 					if got := generate(t, n); got != want {
 						t.Errorf("%s, %v, lax %t: tokens %s, want %s", c.name, schedule, lax, got, want)
 					}
-					if fault.Hits() == 0 {
+					hits += fault.Hits()
+					if fault.Hits() == 0 && c.fault.Chance == 0 { // with a chance all of the few copies may be spared
 						t.Errorf("%s, %v, lax %t: nothing was hit", c.name, schedule, lax)
 					}
 					if retried := n.Engine().State().Retried > 0; c.retried && !retried {
@@ -225,6 +227,9 @@ func TestSameTokensDespiteFaults(t *testing.T) {
 					if err := n.Close(); err != nil {
 						t.Errorf("%s, %v, lax %t: %v", c.name, schedule, lax, err)
 					}
+				}
+				if hits == 0 {
+					t.Errorf("%s: nothing was hit", c.name)
 				}
 			}
 		})
