@@ -21,7 +21,7 @@ const (
 )
 
 // takeLookaheads replaces the lookaheads of a pattern, which Go's syntax does not have, by empty groups with names.
-func takeLookaheads(pattern string, depth int, any bool) (text string, ahead map[string]lookahead, err error) {
+func takeLookaheads(pattern string, depth int, loose bool) (text string, ahead map[string]lookahead, err error) {
 	if !strings.Contains(pattern, "(?=") && !strings.Contains(pattern, "(?!") {
 		return pattern, nil, nil
 	}
@@ -41,7 +41,7 @@ func takeLookaheads(pattern string, depth int, any bool) (text string, ahead map
 			if len(ahead) == maxLookaheads {
 				return "", nil, fmt.Errorf("it has more than %d lookaheads ((?=, (?!)", maxLookaheads)
 			}
-			of, err := parsePattern(pattern[i+3:end-1], depth+1, any != (rest[2] == '!'))
+			of, err := parsePattern(pattern[i+3:end-1], depth+1, loose != (rest[2] == '!'))
 			if err != nil {
 				return "", nil, err
 			}
@@ -178,10 +178,10 @@ func (p *Pattern) somewhere(re *syntax.Regexp, runes func(...rune) Expr) Expr {
 		}
 		return Any(parts...)
 	}
-	any := Repeat(runes(0, utf8.MaxRune), 0, -1)
-	e := p.before(re, runes, any)
+	rest := Repeat(runes(0, utf8.MaxRune), 0, -1)
+	e := p.before(re, runes, rest)
 	if p.begins(re) == 0 {
-		e = Seq(any, e)
+		e = Seq(rest, e)
 	}
 	return e
 }

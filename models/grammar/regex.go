@@ -46,23 +46,23 @@ func ParsePattern(pattern string) (*Pattern, error) { return parse(pattern, fals
 // ParseExcluded parses a regular expression that texts are not to match: what it matches in at least one of them.
 func ParseExcluded(pattern string) (*Pattern, error) { return parse(pattern, true) }
 
-func parse(pattern string, any bool) (*Pattern, error) {
+func parse(pattern string, loose bool) (*Pattern, error) {
 	if len(pattern) > maxPattern {
 		return nil, fmt.Errorf("it has %d bytes, and the maximum is %d", len(pattern), maxPattern)
 	}
 	if !utf8.ValidString(pattern) {
 		return nil, errors.New("it is not valid UTF-8")
 	}
-	return parsePattern(pattern, 0, any)
+	return parsePattern(pattern, 0, loose)
 }
 
 // parsePattern parses a pattern within some lookaheads.
-func parsePattern(pattern string, depth int, any bool) (*Pattern, error) {
-	text, ahead, err := takeLookaheads(pattern, depth, any)
+func parsePattern(pattern string, depth int, loose bool) (*Pattern, error) {
+	text, ahead, err := takeLookaheads(pattern, depth, loose)
 	if err != nil {
 		return nil, err
 	}
-	re, err := syntax.Parse(dialects(text, any), syntax.Perl)
+	re, err := syntax.Parse(dialects(text, loose), syntax.Perl)
 	if err != nil {
 		var bad *syntax.Error
 		if errors.As(err, &bad) {
@@ -101,8 +101,8 @@ const (
 )
 
 // dialects writes a pattern as Go does: \uXXXX, two of them that are a surrogate pair as their one character, and \s, \S and
-// the dot as what they match in all dialects, those of Go, Python and ECMAScript, or with any in at least one.
-func dialects(pattern string, any bool) string {
+// the dot as what they match in all dialects, those of Go, Python and ECMAScript, or, where loose, in at least one.
+func dialects(pattern string, loose bool) string {
 	var b strings.Builder
 	dotAll := dotMatchesAll.MatchString(pattern)
 	for i := 0; i < len(pattern); {
@@ -115,7 +115,7 @@ func dialects(pattern string, any bool) string {
 				open++
 			}
 			b.WriteString(part[:open])
-			within := any != strings.HasPrefix(part, "[^")
+			within := loose != strings.HasPrefix(part, "[^")
 			for j := open; j < len(part); {
 				n := 1
 				if part[j] == '\\' {
@@ -139,8 +139,8 @@ func dialects(pattern string, any bool) string {
 				b.WriteString(escape)
 			}
 		case part == `\s` || part == `\S`:
-			b.WriteString(dialects("["+part+"]", any))
-		case part == "." && any && !dotAll:
+			b.WriteString(dialects("["+part+"]", loose))
+		case part == "." && loose && !dotAll:
 			b.WriteString(`[^\n]`)
 		case part == "." && !dotAll:
 			b.WriteString(`[^\n\r\x{2028}\x{2029}]`)

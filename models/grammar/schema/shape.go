@@ -574,6 +574,9 @@ func (c *compiler) readPatterned(s *shape, l located, v any) error {
 
 // matcher says whether a name fits the expression of keys. All of them together take as long as one grammar may.
 func (c *compiler) matcher(keys grammar.Expr) (func(name string) bool, error) {
+	if c.nameWork > grammar.MaxWork {
+		return nil, grammar.ErrTooLarge
+	}
 	g, work, err := grammar.NewCounted(keys, nil)
 	if c.nameWork += work; c.nameWork > grammar.MaxWork {
 		err = grammar.ErrTooLarge

@@ -7,8 +7,8 @@ import (
 	"strings"
 )
 
-// maxUnsupported is how many keywords Supported removes at most.
-const maxUnsupported = 64
+// maxUnsupported is how many keywords Supported removes at most: for each the schema is read again.
+const maxUnsupported = 16
 
 // Supported is a schema without the keywords that Compile refuses, which mean nothing in it: for those whose values need
 // not all be valid. One within not or if is removed with all of that. Errors are those of Compile that name
@@ -18,8 +18,13 @@ func Supported(data []byte, o Options) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	for range maxUnsupported {
-		_, err = newCompiler(root, o).value(all{{root, "#"}})
+	c := newCompiler(root, o)
+	for range maxUnsupported + 1 {
+		_, err = c.value(all{{root, "#"}})
+		// All of them together take as long as one compilation may.
+		again := newCompiler(root, o)
+		again.enums, again.enumWork, again.nameWork, again.patterns = c.enums, c.enumWork, c.nameWork, c.patterns
+		c = again
 		var bad *Error
 		if err == nil || !errors.As(err, &bad) || bad.Keyword == "" || !remove(root, bad.Path, bad.Keyword) {
 			break
