@@ -165,12 +165,14 @@ func (e *Engine) hold() bool {
 	e.deliver()
 	if e.prefixes.tiers == nil || !e.prefixes.tiers.Busy() {
 		e.o.KV.DropCached()
+		e.publish() // before Pause returns, whose callers read the state
 		e.mu.Lock()
 		if e.pausing == p && !p.reached {
 			p.reached, e.state.Paused = true, true
 			close(p.ended)
 		}
 		e.mu.Unlock()
+		return true
 	}
 	e.publish()
 	return true

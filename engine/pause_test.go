@@ -5,11 +5,13 @@ import (
 	"errors"
 	"io"
 	"slices"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/node"
 )
 
@@ -94,6 +96,55 @@ func TestPause(t *testing.T) {
 			}
 		}
 	}
+}
+
+// TestPauseIsPublished: when Pause returns, the state and the events are those of the pause, also where whoever gets the
+// events is slow.
+func TestPauseIsPublished(t *testing.T) {
+	kv, err := kvcache.NewManager(kvcache.ManagerOptions{Blocks: 6000, BlockTokens: 4, Events: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var held atomic.Int64 // blocks, by the events
+	var slow atomic.Bool
+	e := newEngine(t, engine.Options{
+		Pipeline: newDrawing(t, kv), KV: kv, PrefixCaching: true, MaxModelLen: 24000, MaxNumSeqs: 4, MaxNumBatchedTokens: 40, LongAfter: longAfter, Vocab: 256,
+		KVEvents: func(events []kvcache.Event) {
+			if slow.Load() {
+				time.Sleep(20 * time.Millisecond)
+			}
+			for _, x := range events {
+				held.Add(int64(len(x.Stored) - len(x.Removed)))
+			}
+		},
+	})
+	ctx, cancel := context.WithCancel(t.Context())
+	ran := make(chan error, 1)
+	go func() { ran <- e.Run(ctx) }()
+	j, err := e.Submit(t.Context(), ask(1, 16, 20_000))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := j.Next(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if held.Load() == 0 {
+		t.Error("no event has come")
+	}
+	slow.Store(true)
+	if err := e.Pause(t.Context(), engine.PauseKeep); err != nil {
+		t.Fatal(err)
+	}
+	if s := e.State(); !s.Paused || s.Running != 0 || s.Waiting != 1 || s.KVUsedBlocks != 0 || held.Load() != 0 {
+		t.Errorf("paused with state %+v; by the events %d blocks are cached", s, held.Load())
+	}
+	slow.Store(false)
+	e.Resume()
+	if _, err := j.Next(t.Context()); err != nil {
+		t.Error(err)
+	}
+	cancel()
+	<-ran
 }
 
 // TestPauseAlone: an engine that nobody runs pauses at once, and twice, and what is submitted then
