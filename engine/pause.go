@@ -163,18 +163,19 @@ func (e *Engine) hold() bool {
 	}
 	e.prefixes.releasePrompts()
 	e.deliver()
-	if e.prefixes.tiers == nil || !e.prefixes.tiers.Busy() {
+	idle := e.prefixes.tiers == nil || !e.prefixes.tiers.Busy()
+	if idle {
 		e.o.KV.DropCached()
-		e.publish() // before Pause returns, whose callers read the state
+	}
+	e.publish() // before Pause returns, whose callers read the state
+	if idle {
 		e.mu.Lock()
 		if e.pausing == p && !p.reached {
 			p.reached, e.state.Paused = true, true
 			close(p.ended)
 		}
 		e.mu.Unlock()
-		return true
 	}
-	e.publish()
 	return true
 }
 

@@ -6,9 +6,9 @@
 //
 // An Expr describes texts by their bytes. Rules, which may be recursive, are Exprs with a name. New compiles each rule
 // to a deterministic automaton over bytes and calls of other rules, so a grammar is a pushdown automaton; an
-// intersection (All) is the product of the automata of its parts. What has been read is a state: a set of
-// configurations, each a node and the stack of nodes to return to. States are made and kept as texts reach them (a lazy
-// DFA), so that reading a byte again is one load.
+// intersection (All) is the product of the automata of its parts, and a difference (Except) that with complements. What
+// has been read is a state: a set of configurations, each a node and the stack of nodes to return to. States are made and
+// kept as texts reach them (a lazy DFA), so that reading a byte again is one load.
 //
 // A mask has a bit for each token. For one node alone, of which the stack is not known, the tokens that stay within its
 // rule are found once, by a walk through the vocabulary's trie with that node's states; tokens that leave the rule are

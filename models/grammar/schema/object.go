@@ -192,7 +192,7 @@ func (c *compiler) counted(s *shape, members []member, others grammar.Expr) (gra
 		keyword = "maxProperties"
 	}
 	if (len(members)+1)*(counted+1) > maxCountedMembers {
-		return nil, l.fail(keyword, "it is not supported beside so many properties")
+		return nil, l.fail(keyword, "it is not supported beside %d properties", len(members))
 	}
 	state := func(i, n int) int { return i*(counted+1) + n }
 	var ends []int

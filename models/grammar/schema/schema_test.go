@@ -196,7 +196,7 @@ func TestRefused(t *testing.T) {
 		`{"$ref": "#"}`:                     "$ref at #: it refers to itself",
 		`{"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}`: "refers to itself",
 		`{"allOf": [{"$ref": "#"}]}`:                                                                   "refers to itself",
-		`{"oneOf": [{"type": "string"}, {"format": "date"}]}`:                                          "that differ; to tell them apart here: format at #/oneOf/1",
+		`{"oneOf": [{"type": "string"}, {"format": "date"}]}`:                                          "that differ; what would distinguish them here: format at #/oneOf/1",
 		`{"type": "string", "pattern": "(?<=a)"}`:                                                      "pattern at #: lookbehind",
 		`{"type": "string", "pattern": 1}`:                                                             "it must be a string",
 		`{"allOf": [{"pattern": "a"}, {"pattern": "((?=a)a)*"}]}`:                                      "pattern at #/allOf/1: lookahead",

@@ -324,7 +324,7 @@ func (c *compiler) combine(l located, o *object, keyword string, beside []*shape
 		}
 	}
 	if either, err = c.either(l, alone); err != nil {
-		return nil, fmt.Errorf("%w; to tell them apart here: %w", overlap, err)
+		return nil, fmt.Errorf("%w; what would distinguish them here: %w", overlap, err)
 	}
 	return either, nil
 }

@@ -2,8 +2,6 @@ package schema
 
 import (
 	"fmt"
-	"maps"
-	"slices"
 	"strings"
 	"unicode/utf8"
 
@@ -135,51 +133,9 @@ const maxURI = 512
 
 // keyOther is a key that is none of some names, written without escapes.
 func keyOther(names []string) grammar.Expr {
-	type level struct {
-		next map[rune]*level
-		name bool
+	declared := make([]grammar.Expr, len(names))
+	for i, n := range names {
+		declared[i] = grammar.Literal(text(n))
 	}
-	root := &level{next: map[rune]*level{}}
-	for _, n := range names {
-		at := root
-		for _, r := range n {
-			if at.next[r] == nil {
-				at.next[r] = &level{next: map[rune]*level{}}
-			}
-			at = at.next[r]
-		}
-		at.name = true
-	}
-	rest := grammar.Repeat(plainChar, 0, -1)
-	var expr func(at *level) grammar.Expr
-	expr = func(at *level) grammar.Expr {
-		others := []rune{' ', '!', '#', '[', ']', utf8.MaxRune}
-		var parts []grammar.Expr
-		if !at.name {
-			parts = append(parts, grammar.Seq())
-		}
-		for _, r := range slices.Sorted(maps.Keys(at.next)) {
-			next := at.next[r]
-			if r >= ' ' && r != '"' && r != '\\' {
-				parts = append(parts, grammar.Seq(grammar.Literal(string(r)), &grammar.Rule{Name: "key", Body: expr(next)}))
-			}
-			others = without(others, r)
-		}
-		return grammar.Any(append(parts, grammar.Seq(grammar.Runes(others...), rest))...)
-	}
-	return quoted(expr(root))
-}
-
-// without returns ranges without a character.
-func without(ranges []rune, r rune) []rune {
-	var out []rune
-	for i := 0; i < len(ranges); i += 2 {
-		if lo, hi := ranges[i], min(ranges[i+1], r-1); lo <= hi {
-			out = append(out, lo, hi)
-		}
-		if lo, hi := max(ranges[i], r+1), ranges[i+1]; lo <= hi {
-			out = append(out, lo, hi)
-		}
-	}
-	return out
+	return &grammar.Rule{Name: "key", Body: grammar.Except(quoted(grammar.Repeat(plainChar, 0, -1)), grammar.Any(declared...))}
 }
