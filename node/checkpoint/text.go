@@ -115,10 +115,10 @@ func (t Text) EncodeChat(messages []chat.Message) ([]int32, error) {
 // tokenizer.
 func (m *Model) Encoder() (func(text string) ([]int32, error), error) {
 	if m.Files == nil {
-		return nil, fault.Of(fault.ErrConfig, fmt.Errorf("%s has no tokenizer for --dataset-path; leave that out for random prompts", m.Name))
+		return nil, fault.Of(fault.ErrConfig, fmt.Errorf("%s has no tokenizer for --dataset-path: name a folder with its config.json and a tokenizer, or leave --dataset-path out for random prompts", m.Name))
 	}
 	if _, err := fs.Stat(m.Files, "tokenizer.json"); err != nil {
-		return nil, fault.Of(fault.ErrConfig, fmt.Errorf("%s has no tokenizer.json for --dataset-path; leave that out for random prompts", m.Name))
+		return nil, fault.Of(fault.ErrConfig, fmt.Errorf("%s has no tokenizer.json for --dataset-path: add it, or leave --dataset-path out for random prompts", m.Name))
 	}
 	t, err := m.ReadText()
 	if err != nil {

@@ -2,6 +2,7 @@ package checkpoint
 
 import (
 	"errors"
+	"strings"
 	"testing"
 
 	"github.com/moeserve/moeserve/configs"
@@ -61,7 +62,7 @@ func TestPreset(t *testing.T) {
 	if text, err := m.ReadText(); err != nil || text.Tokenizer != nil || text.Template != nil {
 		t.Errorf("%+v, %v", text, err)
 	}
-	if _, err := m.Encoder(); !errors.Is(err, fault.ErrConfig) {
+	if _, err := m.Encoder(); !errors.Is(err, fault.ErrConfig) || !strings.Contains(err.Error(), "name a folder") {
 		t.Errorf("encoder of a preset: %v", err)
 	}
 	if err := m.Close(); err != nil {

@@ -92,7 +92,7 @@
 #                 (default: all): 3 takes 20 s; 5, half of the experts offloaded, 5 trials behind 50 tokens, about 5.5 minutes for Mixtral and for
 #                 Phi-3.5-MoE, 2 for Qwen1.5-MoE, 1 for Phi-tiny-MoE; 6, three fractions and 2 trials, 6 minutes for Mixtral, 3 for
 #                 Qwen1.5-MoE, 2 for Phi-tiny-MoE; regime, Mixtral with attention on the CPU and experts per micro-batch as in the paper, 8 minutes
-#                 (estimates). PAPER_MODELS are the models, PAPER_FRACTIONS those of 6, MTBENCH a file of MT-Bench's prompts, PAPER_LIMIT the
+#                 (estimates). PAPER_MODELS are the models, PAPER_FRACTIONS those of 6, MTBENCH a file of MT-Bench's prompts (the models are then folders with a tokenizer), PAPER_LIMIT the
 #                 seconds of each (default: 580). LOGS/figures.tar has results, figures and finished cells; in a folder that PAPER_RESUME
 #                 names, the latter are not measured again
 #   harvest       two GPUs, PyTorch, about 5 minutes (estimate): Mixtral with half of its experts on the second GPU, while a PyTorch process takes
