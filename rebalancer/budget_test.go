@@ -17,6 +17,7 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/peercache"
 	"github.com/moeserve/moeserve/rebalancer"
+	"github.com/moeserve/moeserve/tools/racedetector"
 	"github.com/moeserve/moeserve/transfer"
 )
 
@@ -337,7 +338,7 @@ func TestSharedMemory(t *testing.T) {
 		return s, all
 	}
 	best := 0.0
-	for _, n := range sharedParts {
+	for _, n := range sharedParts[:racedetector.Fewer(len(sharedParts), 0)] {
 		quota := map[string]int64{"experts": shareLent * int64(n) / 8, "kv": shareLent * int64(8-n) / 8}
 		_, all := run(fmt.Sprintf("%d of 8 for experts", n), harvest.Options{DisplaceFactor: -1, Policy: harvest.NewFairness(harvest.FairnessOptions{Quotas: quota})})
 		best = max(best, all)

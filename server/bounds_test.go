@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	"github.com/moeserve/moeserve/server"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // list is a JSON array of n items.
@@ -94,7 +95,7 @@ func TestRefusalIsCheap(t *testing.T) {
 	model := *start(t, options{loading: true}).model
 	model.Engine = broken{}
 	s.SetModels(&model)
-	const size = 12 << 20
+	size := racedetector.Fewer(12<<20, 4<<20)
 	many := func(item string) string { return list(size/(len(item)+1), item) }
 	hi := `{"messages": [{"role": "user", "content": "x"}], `
 	for _, c := range []struct{ path, body string }{

@@ -11,6 +11,7 @@ import (
 	"github.com/moeserve/moeserve/models/grammar"
 	"github.com/moeserve/moeserve/models/grammar/schema"
 	"github.com/moeserve/moeserve/models/tokenizer"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // realVocabulary is that of Qwen2, of 151,936 ids, of the folder that MOESERVE_TESTDATA names.
@@ -109,6 +110,7 @@ func BenchmarkMask(b *testing.B) {
 
 // TestRealVocabulary: masks of a real vocabulary are exactly the tokens that can follow, on texts that these write.
 func TestRealVocabulary(t *testing.T) {
+	racedetector.SkipSequential(t)
 	v, tok := realVocabulary(t)
 	e, err := schema.Compile([]byte(order), schema.Options{})
 	if err != nil {

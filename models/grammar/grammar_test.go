@@ -3,6 +3,7 @@ package grammar
 import (
 	"errors"
 	"fmt"
+	"github.com/moeserve/moeserve/tools/racedetector"
 	"math/rand/v2"
 	"regexp"
 	"strings"
@@ -190,6 +191,7 @@ func randomLooking(r *rand.Rand, depth int, repeated bool) (string, matcher) {
 
 // TestLookahead compares random expressions with a matcher that goes through all ways to match.
 func TestLookahead(t *testing.T) {
+	racedetector.SkipSequential(t)
 	r := rand.New(rand.NewPCG(3, 4))
 	matched, looked := 0, 0
 	for range 3000 {
@@ -416,6 +418,7 @@ func TestGBNF(t *testing.T) {
 }
 
 func TestRefused(t *testing.T) {
+	racedetector.SkipSequential(t)
 	for text, want := range map[string]string{
 		"root ::= root \"a\" | \"b\"":                          "rule root begins with itself",
 		"root ::= a \"x\"\na ::= b? root | \"a\"\nb ::= \"b\"": "begins with itself",
