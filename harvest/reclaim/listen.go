@@ -6,6 +6,7 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"net"
 	"net/http"
@@ -63,8 +64,8 @@ type Listener struct {
 	served chan error
 }
 
-// suffix of the names of sockets.
-const suffix = ".sock"
+// suffix of the names of sockets, and of those that do not listen yet.
+const suffix, begunSuffix = ".sock", ".new"
 
 // Listen listens on a socket of this process in dir. The default directory is made, and its
 // sockets are this user's; those in another directory are for all that may enter it. Sockets of this
@@ -73,27 +74,13 @@ func Listen(dir string, h http.Handler, log *slog.Logger) (*Listener, error) {
 	if err := makeDir(dir); err != nil {
 		return nil, fmt.Errorf("reclaim: %w", err)
 	}
-	// Containers may share the directory and not the numbers of processes.
-	var unique [3]byte
-	rand.Read(unique[:]) //nolint:errcheck // never fails
-	name := fmt.Sprintf("%d-%s", os.Getpid(), hex.EncodeToString(unique[:]))
-	// It has the name of a socket once it listens: who finds one that refuses connections knows that
-	// its process has ended.
-	path, begun := filepath.Join(dir, name+suffix), filepath.Join(dir, name+".new")
-	at, err := listenAt(begun)
+	at, path, err := open(dir)
+	// A neighbor may have taken the socket for that of a dead process before it listened.
+	for try := 0; try < 3 && errors.Is(err, fs.ErrNotExist); try++ {
+		at, path, err = open(dir)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("reclaim: listen to neighbors: %w; set --runtime-dir", err)
-	}
-	mode := os.FileMode(0o600)
-	if dir != Dir() {
-		mode = 0o666
-	}
-	err = os.Chmod(begun, mode)
-	if err == nil {
-		err = os.Rename(begun, path)
-	}
-	if err != nil {
-		return nil, errors.Join(fmt.Errorf("reclaim: %w", err), at.Close(), os.Remove(begun))
 	}
 	removeDead(dir, log)
 	l := &Listener{path: path, served: make(chan error, 1), server: &http.Server{
@@ -102,6 +89,31 @@ func Listen(dir string, h http.Handler, log *slog.Logger) (*Listener, error) {
 	}}
 	go func() { l.served <- l.server.Serve(at) }()
 	return l, nil
+}
+
+// open makes a socket of this process in dir, and listens. It has the name of a socket once it
+// listens: who finds one that refuses connections knows that its process has ended.
+func open(dir string) (at net.Listener, path string, err error) {
+	// Containers may share the directory and not the numbers of processes.
+	var unique [3]byte
+	rand.Read(unique[:]) //nolint:errcheck // never fails
+	name := fmt.Sprintf("%d-%s", os.Getpid(), hex.EncodeToString(unique[:]))
+	begun := filepath.Join(dir, name+begunSuffix)
+	path = filepath.Join(dir, name+suffix)
+	if at, err = listenAt(begun); err != nil {
+		return nil, "", err
+	}
+	mode := os.FileMode(0o600)
+	if dir != Dir() {
+		mode = 0o666
+	}
+	if err = os.Chmod(begun, mode); err == nil {
+		err = os.Rename(begun, path)
+	}
+	if err != nil {
+		return nil, "", errors.Join(err, at.Close(), os.Remove(begun))
+	}
+	return at, path, nil
 }
 
 // listenAt listens on a socket, whose file its closing leaves.
@@ -114,7 +126,7 @@ func listenAt(path string) (net.Listener, error) {
 }
 
 // removeDead removes the sockets in dir of this user's processes that have ended without closing
-// them. Others are skipped by who asks.
+// them, or before they listened. Others are skipped by who asks.
 func removeDead(dir string, log *slog.Logger) {
 	files, err := os.ReadDir(dir)
 	if err != nil {
@@ -122,19 +134,30 @@ func removeDead(dir string, log *slog.Logger) {
 	}
 	for _, f := range files {
 		i, err := f.Info()
-		if err != nil || f.Type() != os.ModeSocket || !strings.HasSuffix(f.Name(), suffix) || !ours(i) {
+		if err != nil || f.Type() != os.ModeSocket || !ours(i) ||
+			!strings.HasSuffix(f.Name(), suffix) && !strings.HasSuffix(f.Name(), begunSuffix) {
 			continue
 		}
 		path := filepath.Join(dir, f.Name())
-		c, err := new(net.Dialer).DialContext(context.Background(), "unix", path)
-		if err == nil {
-			_ = c.Close()
-			continue
+		dead := refuses(path)
+		if dead && strings.HasSuffix(path, begunSuffix) {
+			// It may be about to listen.
+			time.Sleep(20 * time.Millisecond)
+			dead = refuses(path)
 		}
-		if errors.Is(err, syscall.ECONNREFUSED) && os.Remove(path) == nil {
+		if dead && os.Remove(path) == nil {
 			log.Debug("socket of a process that was killed removed", "socket", path)
 		}
 	}
+}
+
+// refuses says whether nobody listens on a socket.
+func refuses(path string) bool {
+	c, err := new(net.Dialer).DialContext(context.Background(), "unix", path)
+	if err == nil {
+		_ = c.Close()
+	}
+	return errors.Is(err, syscall.ECONNREFUSED)
 }
 
 // Path of the socket.

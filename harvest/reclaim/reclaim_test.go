@@ -12,6 +12,7 @@ import (
 	"net/http/httptest"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -115,6 +116,67 @@ func TestProcessesShare(t *testing.T) {
 	}
 	if r, err := (reclaim.Client{Dir: filepath.Join(dir, "nowhere")}).Reclaim(t.Context(), reclaim.Request{Device: "1", Bytes: 1}); err == nil {
 		t.Errorf("a directory that was named and is not there: %+v", r)
+	}
+}
+
+// TestSocketsOfTheDead: who listens removes the sockets of processes that were killed, before or after they
+// listened, and nothing else.
+func TestSocketsOfTheDead(t *testing.T) {
+	dir := t.TempDir()
+	alive := listen(t, dir, &holder{of: &gpu{}})
+	for _, name := range []string{"1-dead.sock", "2-dead.new", "3-dead.other"} {
+		at, err := new(net.ListenConfig).Listen(t.Context(), "unix", filepath.Join(dir, name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		at.(*net.UnixListener).SetUnlinkOnClose(false)
+		if err := at.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.WriteFile(filepath.Join(dir, "file.new"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	last := listen(t, dir, &holder{of: &gpu{}})
+	want := []string{"3-dead.other", filepath.Base(alive.Path()), filepath.Base(last.Path()), "file.new"}
+	slices.Sort(want)
+	files, err := os.ReadDir(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got []string
+	for _, f := range files {
+		got = append(got, f.Name())
+	}
+	if !slices.Equal(got, want) {
+		t.Errorf("there are %v, want %v", got, want)
+	}
+}
+
+// TestListenAtOnce: processes that begin to listen at once do not take each other for dead.
+func TestListenAtOnce(t *testing.T) {
+	dir := t.TempDir()
+	var all sync.WaitGroup
+	for range 8 {
+		all.Go(func() {
+			for range 100 {
+				l, err := reclaim.Listen(dir, http.NotFoundHandler(), slog.New(slog.DiscardHandler))
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				if _, err := os.Lstat(l.Path()); err != nil {
+					t.Error(err)
+				}
+				if err := l.Close(); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	all.Wait()
+	if files, err := os.ReadDir(dir); err != nil || len(files) > 0 {
+		t.Errorf("left behind: %v, %v", files, err)
 	}
 }
 

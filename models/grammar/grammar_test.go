@@ -3,12 +3,13 @@ package grammar
 import (
 	"errors"
 	"fmt"
-	"github.com/moeserve/moeserve/tools/racedetector"
 	"math/rand/v2"
 	"regexp"
 	"strings"
 	"sync"
 	"testing"
+
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // bytesAnd is a vocabulary of all bytes and of some further tokens.
