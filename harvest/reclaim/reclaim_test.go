@@ -75,6 +75,19 @@ func listen(t *testing.T, dir string, l reclaim.Lender) *reclaim.Listener {
 	return at
 }
 
+// leave leaves a socket as a process that was killed does.
+func leave(t *testing.T, path string) {
+	t.Helper()
+	at, err := new(net.ListenConfig).Listen(t.Context(), "unix", path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	at.(*net.UnixListener).SetUnlinkOnClose(false)
+	if err := at.Close(); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // TestProcessesShare: each process gives in proportion to what it has borrowed, no more is
 // released than is missing, and all of them hear of it.
 func TestProcessesShare(t *testing.T) {
@@ -85,14 +98,7 @@ func TestProcessesShare(t *testing.T) {
 		listen(t, dir, h)
 	}
 	// One that has ended leaves its socket behind.
-	stale, err := new(net.ListenConfig).Listen(t.Context(), "unix", filepath.Join(dir, "1-dead.sock"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	stale.(*net.UnixListener).SetUnlinkOnClose(false)
-	if err := stale.Close(); err != nil {
-		t.Fatal(err)
-	}
+	leave(t, filepath.Join(dir, "1-dead.sock"))
 	c := reclaim.Client{Dir: dir}
 	ask := func(bytes int64) reclaim.Report {
 		t.Helper()
@@ -125,14 +131,7 @@ func TestSocketsOfTheDead(t *testing.T) {
 	dir := t.TempDir()
 	alive := listen(t, dir, &holder{of: &gpu{}})
 	for _, name := range []string{"1-dead.sock", "2-dead.new", "3-dead.other"} {
-		at, err := new(net.ListenConfig).Listen(t.Context(), "unix", filepath.Join(dir, name))
-		if err != nil {
-			t.Fatal(err)
-		}
-		at.(*net.UnixListener).SetUnlinkOnClose(false)
-		if err := at.Close(); err != nil {
-			t.Fatal(err)
-		}
+		leave(t, filepath.Join(dir, name))
 	}
 	if err := os.WriteFile(filepath.Join(dir, "file.new"), nil, 0o600); err != nil {
 		t.Fatal(err)

@@ -89,10 +89,11 @@
 #                 its arguments, RELAYS as above; FIGURES some of its parts (default: sizes,gpus,traffic,engines,cpu,chunks,threshold,direct)
 #   calibrate     two to eight GPUs, about a minute on two: bench transfer --calibrate, into LOGS/machine.json; RELAYS as above
 #   figures       two GPUs: the Harvest paper's figures (bench figure), with its batch of 4,536 sequences: PAPER are some of 3, 5, 6 and regime
-#                 (default: all): 3 takes 20 s; 5, half of the experts offloaded, 5 trials behind 50 tokens, about 5.5 minutes for Mixtral and for
-#                 Phi-3.5-MoE, 2 for Qwen1.5-MoE, 1 for Phi-tiny-MoE; 6, three fractions and 2 trials, 6 minutes for Mixtral, 3 for
-#                 Qwen1.5-MoE, 2 for Phi-tiny-MoE; regime, Mixtral with attention on the CPU and experts per micro-batch as in the paper, 8 minutes
-#                 (estimates). PAPER_MODELS are the models, PAPER_FRACTIONS those of 6, MTBENCH a file of MT-Bench's prompts (the models are then folders with a tokenizer), PAPER_LIMIT the
+#                 (default: all): 3 takes 20 s; 5, half of the experts offloaded, 5 trials behind 50 tokens, about 5.5 minutes for Mixtral and
+#                 (an estimate) for Phi-3.5-MoE, 1.5 for Qwen1.5-MoE, 1 for Phi-tiny-MoE; 6, three fractions and 2 trials, 7 minutes for Mixtral,
+#                 2 for Qwen1.5-MoE, 1 for Phi-tiny-MoE; regime, Mixtral with attention on the CPU and experts per micro-batch as in the
+#                 paper, 8 minutes (an estimate). PAPER_MODELS are the models, PAPER_FRACTIONS those of 6, MTBENCH a file of MT-Bench's
+#                 prompts, for which the models have to be folders with a tokenizer, PAPER_LIMIT the
 #                 seconds of each (default: 580). LOGS/figures.tar has results, figures and finished cells; in a folder that PAPER_RESUME
 #                 names, the latter are not measured again
 #   harvest       two GPUs, PyTorch, about 5 minutes (estimate): Mixtral with half of its experts on the second GPU, while a PyTorch process takes
