@@ -25,8 +25,8 @@ type TierStats struct {
 	// RefusedBlocks were offered and not stored: the tier had no room, the medium no memory, or
 	// stores held too many of the GPU's blocks.
 	RefusedBlocks int64
-	// FailedStores and FailedLoads are blocks whose copies failed, LostBlocks were lost by the
-	// medium: revoked, or damaged.
+	// FailedStores and FailedLoads are blocks whose copies failed; of stores also those whose place
+	// was revoked or reset before they ended. LostBlocks were lost by the medium: revoked, or damaged.
 	FailedStores, FailedLoads, LostBlocks int64
 	// RaisedLoads are loads whose priority was raised, as they waited for long.
 	RaisedLoads int64

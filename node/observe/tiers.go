@@ -85,7 +85,7 @@ func readTiers(t *offload.Tiers) KVTiers {
 }
 
 var (
-	kvBlocks    = metrics.NewDesc("moeserve_kv_tier_blocks_total", "KV blocks of a tier (PEER_GPU, CPU, FILE) that were offloaded (stored), reloaded (loaded), allocated for stores, evicted for others, and freed for other causes, as well as those refused for lack of room, lost (revoked or damaged), and whose copies failed.", "medium", "operation")
+	kvBlocks    = metrics.NewDesc("moeserve_kv_tier_blocks_total", "KV blocks of a tier (PEER_GPU, CPU, FILE) that were offloaded (stored), reloaded (loaded), allocated for stores, evicted for others, and freed for other causes, as well as those refused for lack of room, lost (revoked or damaged), and whose copies failed (stores also where the place was revoked or reset meanwhile).", "medium", "operation")
 	kvCapacity  = metrics.NewDesc("moeserve_kv_tier_capacity_blocks", "KV blocks that a tier can hold.", "medium")
 	kvUsed      = metrics.NewDesc("moeserve_kv_tier_used_blocks", "KV blocks of a tier that are allocated.", "medium")
 	kvDecisions = metrics.NewDesc("moeserve_kv_load_decisions_total", "Runs of blocks that a tier had when a sequence began: loaded, split between loading and computing, or computed again.", "choice")
