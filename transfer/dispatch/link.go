@@ -146,6 +146,28 @@ func (l *link) full(next int64, relayed bool) bool {
 	return n >= l.Depth && (weight-first.f.weight >= l.WindowBytes || bytes+next > int64(l.Depth)*l.ChunkBytes)
 }
 
+// Queued is how many requests of a link have bytes that are not launched and wait for nothing but the link,
+// and how many bytes.
+func (c *Core) Queued(number int) (requests int, bytes int64) {
+	l := c.links[number]
+	if l.queue == nil {
+		return 0, 0
+	}
+	for _, class := range l.queue.byClass {
+		for _, r := range class {
+			if len(r.waiting) > 0 || !l.carries(r) {
+				continue
+			}
+			requests++
+			bytes += r.bytes - r.launched
+			for _, f := range r.returned {
+				bytes += f.chunk.Bytes
+			}
+		}
+	}
+	return requests, bytes
+}
+
 // inFlight is the number of chunks with the device.
 func (l *link) inFlight() (n int) {
 	for i := range l.slots[:l.used] {
