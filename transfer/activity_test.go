@@ -10,7 +10,7 @@ import (
 )
 
 // TestActivity: from the first call on, chunks are recorded one after the other, with the priority that they had in the
-// end, and add up to the time that the link was busy. What waits for the link counts as queued, what waits for a
+// end, and add up to the time that the link was busy. What the link copies and what waits for it counts as queued, what waits for a
 // point does not. Recording stops when nobody asks.
 func TestActivity(t *testing.T) {
 	r := newRig(t, emulated.Options{Virtual: true, HostLink: emulated.Link{BytesPerSecond: 1e6}}, transfer.Options{Depth: 1, ChunkBytes: 1000})
@@ -30,11 +30,14 @@ func TestActivity(t *testing.T) {
 	point := r.point()
 	q.After = []device.Point{point}
 	third := r.submit(q)
-	if s := r.engine.Stats()[0]; s.Queued != 2 || s.QueuedBytes != 3000 {
+	if s := r.engine.Stats()[0]; s.Queued != 2 || s.QueuedBytes != 4000 {
 		t.Errorf("%d copies and %d bytes are queued", s.Queued, s.QueuedBytes)
 	}
 	second.RaisePriority(transfer.Demand)
-	r.wait(first)
+	r.wait(first) // the other one went before its last chunks
+	if s := r.engine.Stats()[0]; s.Queued != 0 || s.QueuedBytes != 0 {
+		t.Errorf("%d copies and %d bytes are queued, and one waits for a point", s.Queued, s.QueuedBytes)
+	}
 	r.wait(second)
 	if err := point.Fence.Signal(point.Value); err != nil {
 		t.Fatal(err)

@@ -552,8 +552,8 @@ type PathStats struct {
 	// too often, or was lost, and carries nothing more for others.
 	RelayedCopies, RelayedBytes int64
 	Retired                     bool
-	// Queued copies wait for nothing but the link, or the relays that help it, now: the bytes that are not
-	// enqueued on a device yet are QueuedBytes. Stats alone reads them.
+	// Queued copies are under way on the link now, or wait for nothing but it, with so many bytes that have not landed.
+	// Stats alone reads them.
 	Queued      int
 	QueuedBytes int64
 }
