@@ -250,7 +250,7 @@ type Now struct {
 type LinkState struct {
 	LinkUse
 	BytesPerSecond float64 `json:"bytes_per_second"`
-	// Queued copies wait for nothing but the link now, QueuedBytes are those of them that are not under way.
+	// Queued copies are under way now, or wait for nothing but the link; QueuedBytes of them have not landed.
 	Queued      int   `json:"queued"`
 	QueuedBytes int64 `json:"queued_bytes"`
 }
