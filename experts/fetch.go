@@ -70,6 +70,8 @@ type slotFetch struct {
 	// it was submitted before the layer needed it.
 	from                  Tier
 	uncounted, prefetched bool
+	// unused: a prefetch filled the slot, and no layer has used it; passed: its layer ran without it.
+	unused, passed bool
 	// doneFences are signaled by the copies whose first expert goes to this slot;
 	// doneValues are their latest values.
 	doneFences [2]device.Fence
@@ -204,6 +206,7 @@ func (f *fetcher) planGroups(position int, refs []lease.Ref, missing []int, wave
 			src := f.source(id)
 			a := &f.slots[at]
 			a.uncounted, a.prefetched, a.from = true, p == transfer.Prefetch, Host
+			a.unused = a.prefetched
 			if src.peerCopy != nil {
 				a.from = Peer
 			}
@@ -268,9 +271,25 @@ func (f *fetcher) assignSlot(at int, id ID, after []device.Point) (lease.Ref, []
 			_ = c.ticket.Wait(context.Background())
 		}
 	}
+	f.countUnused(at)
 	f.dropCopies(a)
 	a.awaited = false
 	return f.cache.Assign(at, f.key(id), after)
+}
+
+// countUnused counts the prefetch into a slot that another expert gets, if no layer has used it.
+func (f *fetcher) countUnused(at int) {
+	a := &f.slots[at]
+	if key := f.cache.Expert(at); a.unused && key >= 0 { // -1: skipped, failed or forgotten
+		f.counts.unused[key/f.plan.Experts][key%f.plan.Experts]++
+	}
+	a.unused, a.passed = false, false
+}
+
+// used marks what is in an expert's slot as used by a layer.
+func (f *fetcher) used(id ID) {
+	a := f.slotFetch(id)
+	a.unused, a.passed = false, false
 }
 
 // hostShares returns how many bytes of each group the host sends, so that the copies over

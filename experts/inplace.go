@@ -257,6 +257,9 @@ func (s *steps) countInPlace(position int, tokens []int64) {
 		}
 		from := s.inPlace.from[position*s.plan.Experts+e]
 		s.counts.use(position, e, from)
+		if from == Cached {
+			s.fetch.used(ID{position, e})
+		}
 		if from == Peer || from == Host {
 			s.counts.ReadInPlace[from] += size
 		}

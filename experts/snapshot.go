@@ -27,10 +27,16 @@ type ExpertSnapshot struct {
 	Lent bool `json:"lent,omitempty"`
 	// Moving: the expert is being promoted, swapped in or made resident, or is leaving lent
 	// memory.
-	Moving       bool  `json:"moving,omitempty"`
+	Moving bool `json:"moving,omitempty"`
+	// Unused: a prefetch has put it into the expert cache, or will, and its layer has run without it since.
+	Unused bool `json:"unused,omitempty"`
+	// Uses, of which Hits found it in the GPU's memory; see Stats.
 	Uses         int64 `json:"uses"`
+	Hits         int64 `json:"hits"`
 	Fetches      int64 `json:"fetches"`
 	RoutedTokens int64 `json:"routed_tokens"`
+	// UnusedPrefetches: see Store.UnusedPrefetches.
+	UnusedPrefetches int64 `json:"unused_prefetches"`
 }
 
 // SlotSnapshot is one slot of the expert cache. Layer is -1 if it is empty.
@@ -50,12 +56,15 @@ type LinkSnapshot struct {
 // moments.
 func (s *Store) Snapshot() Snapshot {
 	where, placed := s.Residency(), s.Placed()
-	uses, fetches, activations := s.Uses(), s.Fetches(), s.RoutedTokens()
+	uses, hits, fetches, activations, unused := s.Uses(), s.ExpertHits(), s.Fetches(), s.RoutedTokens(), s.UnusedPrefetches()
 	snap := Snapshot{ExpertBytes: s.plan.Layout.Size, Layers: []LayerSnapshot{}, Cache: []SlotSnapshot{}, Links: []LinkSnapshot{}}
 	for i, number := range s.plan.Layers {
 		l := LayerSnapshot{Layer: number}
 		for e, h := range placed[i] {
-			x := ExpertSnapshot{Tier: where[i][e], Lent: h.Lent, Moving: h.Moving, Uses: uses[i][e], Fetches: fetches[i][e], RoutedTokens: activations[i][e]}
+			x := ExpertSnapshot{
+				Tier: where[i][e], Lent: h.Lent, Moving: h.Moving, Uses: uses[i][e], Hits: hits[i][e],
+				Fetches: fetches[i][e], RoutedTokens: activations[i][e], UnusedPrefetches: unused[i][e],
+			}
 			if h.Tier == Peer {
 				x.Peer = h.Device.String()
 			}
@@ -71,7 +80,9 @@ func (s *Store) Snapshot() Snapshot {
 	for at := range s.fetch.slots {
 		x := SlotSnapshot{Layer: -1, Expert: -1, References: s.fetch.cache.References(at)}
 		if key := s.fetch.cache.Expert(at); key >= 0 {
-			x.Layer, x.Expert = s.plan.Layers[key/s.plan.Experts], key%s.plan.Experts
+			layer, expert := key/s.plan.Experts, key%s.plan.Experts
+			x.Layer, x.Expert = s.plan.Layers[layer], expert
+			snap.Layers[layer].Experts[expert].Unused = s.fetch.slots[at].passed
 		}
 		snap.Cache = append(snap.Cache, x)
 	}

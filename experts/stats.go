@@ -152,11 +152,11 @@ func (s *Store) Stats() Stats {
 // counts are the statistics of a store; per expert: [position][expert].
 type counts struct {
 	Stats
-	fetches, uses, routedTokens [][]int64
+	fetches, uses, hits, routedTokens, unused [][]int64
 }
 
 func (c *counts) open(p *Plan) {
-	for _, of := range []*[][]int64{&c.fetches, &c.uses, &c.routedTokens} {
+	for _, of := range []*[][]int64{&c.fetches, &c.uses, &c.hits, &c.routedTokens, &c.unused} {
 		for range p.Layers {
 			*of = append(*of, make([]int64, p.Experts))
 		}
@@ -166,6 +166,9 @@ func (c *counts) open(p *Plan) {
 // use counts a use of an expert that was found in a tier.
 func (c *counts) use(position, expert int, found Tier) {
 	c.uses[position][expert]++
+	if found == Resident || found == Cached {
+		c.hits[position][expert]++
+	}
 	c.Uses[found]++
 }
 
@@ -175,6 +178,13 @@ func (s *Store) Fetches() [][]int64 { return s.copyOf(s.counts.fetches) }
 // Uses is how often each expert was needed, by layer and expert: by every step that opened
 // its layer whole, and by those whose router selected it.
 func (s *Store) Uses() [][]int64 { return s.copyOf(s.counts.uses) }
+
+// ExpertHits is how many of an expert's Uses were hits (Stats), by layer and expert.
+func (s *Store) ExpertHits() [][]int64 { return s.copyOf(s.counts.hits) }
+
+// UnusedPrefetches is how many prefetches of each expert no layer used before another expert got their
+// slot of the expert cache, by layer and expert. Prefetches of which no byte was copied do not count.
+func (s *Store) UnusedPrefetches() [][]int64 { return s.copyOf(s.counts.unused) }
 
 // RoutedTokens is how many tokens were routed to each expert, as of the latest
 // AddRoutedTokens.

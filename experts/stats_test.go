@@ -92,14 +92,15 @@ func TestUsesAreConserved(t *testing.T) {
 				}
 			}
 			st := s.Stats()
-			var counted int64
-			for _, layer := range s.Uses() {
-				for _, n := range layer {
-					counted += n
-				}
-			}
+			counted := total(s.Uses())
 			if st.Hits+st.Misses != counted || counted < needed || counted > needed && !failing {
 				t.Errorf("%d hits and %d misses, of %d uses counted by expert and %d needed", st.Hits, st.Misses, counted, needed)
+			}
+			if hits := total(s.ExpertHits()); hits != st.Hits {
+				t.Errorf("%d hits counted by expert, of %d", hits, st.Hits)
+			}
+			if waiting := int64(s.fetch.unusedNow()); !failing && total(s.Fetches()) != st.Misses+total(s.UnusedPrefetches())+waiting {
+				t.Errorf("%d fetches for %d misses; %d prefetches were not used, and %d are not yet", total(s.Fetches()), st.Misses, total(s.UnusedPrefetches()), waiting)
 			}
 			if st.Misses == 0 || st.HitRate != float64(st.Hits)/float64(counted) {
 				t.Errorf("hit rate %v of %+v", st.HitRate, st)
@@ -108,6 +109,95 @@ func TestUsesAreConserved(t *testing.T) {
 				t.Errorf("%+v", st)
 			}
 		})
+	}
+}
+
+// total of counts by layer and expert.
+func total(counts [][]int64) (all int64) {
+	for _, layer := range counts {
+		for _, n := range layer {
+			all += n
+		}
+	}
+	return all
+}
+
+// unusedNow is how many experts are in the expert cache by a prefetch that no layer has used.
+func (f *fetcher) unusedNow() (n int) {
+	for at := range f.slots {
+		if f.slots[at].unused && f.cache.Expert(at) >= 0 {
+			n++
+		}
+	}
+	return n
+}
+
+// TestUnusedPrefetches: an expert that was prefetched and not selected is marked until a later layer uses
+// it, also in place, or another expert gets its slot, which counts. Snapshot has both, and the hits of each.
+func TestUnusedPrefetches(t *testing.T) {
+	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 200)
+	s := r.open(Config{Placement: r.placed(0.5), CacheSlots: 3, InPlace: true}) // experts 1, 3 and 5 of layers are offloaded
+	r.fill(s, 11)
+	routed := make([]int64, r.model.layers[len(r.model.layers)-1]*s.plan.Experts+s.plan.Experts)
+	for i, c := range []struct {
+		what             string
+		layer            int
+		predicted, chose []int32
+		inPlace          bool
+		marked           []int // of layer 0
+		unused           int64 // of it, so far
+	}{
+		{what: "not selected", predicted: []int32{1, 3}, chose: []int32{0}, marked: []int{1, 3}},
+		{what: "selected later", chose: []int32{1}, marked: []int{3}},
+		{what: "used in place later", chose: []int32{3}, inPlace: true},
+		{what: "not selected again", predicted: []int32{5}, chose: []int32{0}, marked: []int{5}},
+		{what: "others get the slots", layer: 1, chose: []int32{1, 3, 5}, unused: 1},
+		{what: "selected at once", predicted: []int32{1}, chose: []int32{1}, unused: 1},
+		{what: "others get the slots", layer: 1, chose: []int32{1, 3, 5}, unused: 1},
+	} {
+		st := r.begin(s)
+		if c.inPlace {
+			_, err := st.ReadInPlace()
+			r.ok(err)
+			r.ok(r.end(st))
+			for _, e := range c.chose {
+				routed[r.model.layers[c.layer]*s.plan.Experts+int(e)]++
+			}
+			s.AddRoutedTokens(routed)
+		} else {
+			number := r.model.layers[c.layer]
+			r.ok(st.PrefetchPredicted(number, c.predicted))
+			for _, f := range s.fetch.fetches { // those that have not begun are skipped
+				r.ok(f.ticket.Wait(t.Context()))
+			}
+			open, err := st.LayerUnrouted(t.Context(), number)
+			r.ok(err)
+			use, err := open.FetchChosen(t.Context(), c.chose)
+			r.ok(err)
+			r.ok(use.Release())
+			r.ok(r.end(st))
+		}
+		var marked []int
+		var unused int64
+		snap := s.Snapshot()
+		for e, x := range snap.Layers[0].Experts {
+			if x.Unused {
+				marked = append(marked, e)
+			}
+			unused += x.UnusedPrefetches
+		}
+		if !slices.Equal(marked, c.marked) || unused != c.unused {
+			t.Errorf("step %d, %s: experts %v are marked, %d prefetches were not used; want %v, %d", i, c.what, marked, unused, c.marked, c.unused)
+		}
+		var hits, uses int64
+		for _, l := range snap.Layers {
+			for _, x := range l.Experts {
+				hits, uses = hits+x.Hits, uses+x.Uses
+			}
+		}
+		if now := s.Stats(); hits != now.Hits || uses != now.Hits+now.Misses {
+			t.Errorf("step %d, %s: %d hits of %d uses by expert, %+v in all", i, c.what, hits, uses, now)
+		}
 	}
 }
 

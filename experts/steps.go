@@ -277,6 +277,8 @@ func (s *steps) skipOthers(position int) {
 	for e := range l.refs {
 		if l.refs[e].Held() && !l.routed[e] {
 			l.refs[e].Release()
+			a := s.fetch.slotFetch(ID{position, e})
+			a.passed = a.unused
 			s.fetch.skip(ID{position, e})
 		}
 	}
@@ -333,6 +335,7 @@ func (s *steps) countUse(position int, missing []int) {
 			continue
 		}
 		a.uncounted = false
+		s.fetch.used(ID{position, e})
 		s.counts.use(position, e, a.from)
 		if a.prefetched {
 			s.counts.Prefetched++

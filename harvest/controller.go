@@ -344,6 +344,7 @@ func (c *controller) grant(s *slab, off, bytes int64, req Request, clock *timeli
 	s.clients[h.client]++
 	owner := c.clients[h.client]
 	owner.held += req.Bytes
+	s.peer.count(h.client, req.Bytes)
 	owner.handles++
 	c.emit(AllocInfo{Handle: h, Slab: s.id})
 	return h
@@ -431,5 +432,6 @@ func (c *controller) removeHandle(h *Handle, end handleState) {
 	h.endCost()
 	owner := c.clients[h.client]
 	owner.held -= n
+	a.slab.peer.count(h.client, -n)
 	owner.handles--
 }

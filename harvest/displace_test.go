@@ -278,6 +278,22 @@ func TestDisplaceHistories(t *testing.T) {
 				m.other = rapid.SampledFrom([]int64{0, 0, marketBytes / 4, marketBytes}).Draw(t, "bytes")
 			},
 			"": func(t *rapid.T) {
+				byClient := map[string]int64{}
+				for _, p := range m.c.peers {
+					u := p.usage()
+					for name, n := range u.Clients {
+						byClient[name] += n
+						u.Used -= n
+					}
+					if u.Used > 0 || u.Used < -u.Draining || p.draining == 0 && u.Used != 0 {
+						t.Fatalf("clients have %v of %+v", u.Clients, p.usage())
+					}
+				}
+				for name, c := range m.c.clients {
+					if byClient[name] != c.held {
+						t.Fatalf("%s has %d bytes, and %d on peers", name, c.held, byClient[name])
+					}
+				}
 				for _, p := range m.c.peers {
 					for _, s := range p.slabs {
 						sum := time.Duration(0)

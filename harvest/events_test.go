@@ -120,7 +120,7 @@ func TestStateJSON(t *testing.T) {
 		t.Fatal(err)
 	}
 	want := `{"now_ns":0,"peers":[{"device":"gpu1","capacity_bytes":8192,"free_bytes":7168,"other_processes_bytes":0,"headroom_bytes":409,"borrowable_bytes":6759,` +
-		`"used_bytes":512,"slab_free_bytes":512,"draining_bytes":0,"largest_free_extent_bytes":512,"fragmentation":0,"utilization":0,"bandwidth":0,"churn_per_minute":0,"health":"ok",` +
+		`"used_bytes":512,"bytes_by_client":{"experts":512},"slab_free_bytes":512,"draining_bytes":0,"largest_free_extent_bytes":512,"fragmentation":0,"utilization":0,"bandwidth":0,"churn_per_minute":0,"health":"ok",` +
 		`"slabs":[{"id":1,"bytes":1024,"segments":[{"offset":0,"bytes":512,"handle":1,"client":"experts","label":"layer 3 expert 1","references":0,"reload_cost_ns":1000000}]}]}],` +
 		`"clients":{"experts":{"bytes":512,"handles":1,"displaced_bytes":0}},"draining":0,"revocations":{"external":0,"policy":0,"pressure":0,"shutdown":0,"unhealthy":0},"callback_panics":0}`
 	if diff := cmp.Diff(want, string(got)); diff != "" {

@@ -17,22 +17,23 @@ type stateJSON struct {
 }
 
 type peerJSON struct {
-	Device            string     `json:"device"`
-	Capacity          int64      `json:"capacity_bytes"`
-	Free              int64      `json:"free_bytes"`
-	Other             int64      `json:"other_processes_bytes"`
-	Headroom          int64      `json:"headroom_bytes"`
-	Borrowable        int64      `json:"borrowable_bytes"`
-	Used              int64      `json:"used_bytes"`
-	FreeInSlabs       int64      `json:"slab_free_bytes"`
-	Draining          int64      `json:"draining_bytes"`
-	LargestFreeExtent int64      `json:"largest_free_extent_bytes"`
-	Fragmentation     float64    `json:"fragmentation"`
-	Utilization       float64    `json:"utilization"`
-	Bandwidth         float64    `json:"bandwidth"`
-	Churn             float64    `json:"churn_per_minute"`
-	Health            string     `json:"health"`
-	Slabs             []slabJSON `json:"slabs"`
+	Device            string           `json:"device"`
+	Capacity          int64            `json:"capacity_bytes"`
+	Free              int64            `json:"free_bytes"`
+	Other             int64            `json:"other_processes_bytes"`
+	Headroom          int64            `json:"headroom_bytes"`
+	Borrowable        int64            `json:"borrowable_bytes"`
+	Used              int64            `json:"used_bytes"`
+	ByClient          map[string]int64 `json:"bytes_by_client,omitempty"`
+	FreeInSlabs       int64            `json:"slab_free_bytes"`
+	Draining          int64            `json:"draining_bytes"`
+	LargestFreeExtent int64            `json:"largest_free_extent_bytes"`
+	Fragmentation     float64          `json:"fragmentation"`
+	Utilization       float64          `json:"utilization"`
+	Bandwidth         float64          `json:"bandwidth"`
+	Churn             float64          `json:"churn_per_minute"`
+	Health            string           `json:"health"`
+	Slabs             []slabJSON       `json:"slabs"`
 }
 
 type slabJSON struct {
@@ -55,7 +56,7 @@ func (s State) MarshalJSON() ([]byte, error) {
 func (p PeerUsage) json() peerJSON {
 	j := peerJSON{
 		Device: p.Space.String(), Capacity: p.Reading.Capacity, Free: p.Free, Other: p.Reading.OtherProcesses,
-		Headroom: p.Headroom, Borrowable: p.Borrowable, Used: p.Used, FreeInSlabs: p.FreeInSlabs, Draining: p.Draining,
+		Headroom: p.Headroom, Borrowable: p.Borrowable, Used: p.Used, ByClient: p.Clients, FreeInSlabs: p.FreeInSlabs, Draining: p.Draining,
 		LargestFreeExtent: p.LargestFreeExtent, Fragmentation: p.Fragmentation(),
 		Utilization: p.Reading.Utilization, Bandwidth: p.Reading.Bandwidth, Churn: p.Churn, Health: "ok",
 	}

@@ -19,6 +19,8 @@ type peer struct {
 	// open are the slabs that have a free extent, in any order: what was allocated before a
 	// request must not make it slower.
 	open []*slab
+	// held is the size of the handles of each client, with those that drain.
+	held map[string]int64
 	// serving is the size of the slabs that are not being released.
 	serving int64
 
@@ -50,6 +52,16 @@ type peer struct {
 	bandwidth average
 	churn     churn
 	churnRate float64
+}
+
+// count counts memory that a client gets, or gives back.
+func (p *peer) count(client string, bytes int64) {
+	if p.held == nil {
+		p.held = map[string]int64{}
+	}
+	if p.held[client] += bytes; p.held[client] == 0 {
+		delete(p.held, client)
+	}
 }
 
 // peers are all peers.

@@ -1,6 +1,7 @@
 package harvest
 
 import (
+	"maps"
 	"slices"
 	"time"
 
@@ -46,6 +47,8 @@ type PeerUsage struct {
 	// Used and FreeInSlabs are the two parts of slabs in service; Draining is the size of
 	// slabs that are being released.
 	Used, FreeInSlabs, Draining int64
+	// Clients have these bytes of Used and of Draining, by name; those that have none are absent.
+	Clients map[string]int64
 	// LargestFreeExtent in a slab in service.
 	LargestFreeExtent int64
 	// Churn is the fraction of the memory that other processes allocate and free per
@@ -192,7 +195,7 @@ func (c *controller) summary(now time.Duration) State {
 func (p *peer) usage() PeerUsage {
 	u := PeerUsage{
 		Space: p.space, Health: p.health, Reading: p.reading, Free: p.free,
-		Headroom: p.headroom, Borrowable: p.borrowable(), Draining: p.draining, Churn: p.churnRate,
+		Headroom: p.headroom, Borrowable: p.borrowable(), Draining: p.draining, Churn: p.churnRate, Clients: maps.Clone(p.held),
 	}
 	for _, s := range p.slabs {
 		if s.draining == nil {

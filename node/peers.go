@@ -103,7 +103,7 @@ func (u *setup) borrowing() (o harvest.Options, err error) {
 		experts.HarvestClient: {SlabBytes: ofExperts, Peers: u.peers}, offload.HarvestClient: {SlabBytes: ofKV, Peers: u.kvPeers},
 	}
 	if relays := u.paths.relays; len(relays) > 0 {
-		o.Clients[relayClient] = harvest.ClientOptions{Peers: relays, ReserveBytes: u.paths.relayBytes()}
+		o.Clients[observe.RelayClient] = harvest.ClientOptions{Peers: relays, ReserveBytes: u.paths.relayBytes()}
 	}
 	times, err := s.ParseTimes()
 	if err != nil {

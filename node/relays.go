@@ -9,11 +9,9 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/harvest"
+	"github.com/moeserve/moeserve/node/observe"
 	"github.com/moeserve/moeserve/transfer"
 )
-
-// relayClient is the name of the account of relays' buffers in borrowed memory.
-const relayClient = "relay"
 
 // relayRetry is the time between two attempts to get a relay's buffers again.
 const relayRetry = 100 * time.Millisecond
@@ -39,7 +37,7 @@ type relays struct {
 
 // open borrows the buffers of a relay that has none.
 func (r *relays) open(gpu device.Space) error {
-	h, err := r.harvest.Alloc(relayBuffers*(r.in+r.out), harvest.Hints{Client: relayClient, Label: "buffers of a relay", Peers: []device.Space{gpu}})
+	h, err := r.harvest.Alloc(relayBuffers*(r.in+r.out), harvest.Hints{Client: observe.RelayClient, Label: "buffers of a relay", Peers: []device.Space{gpu}})
 	if err != nil {
 		return err
 	}
@@ -73,7 +71,7 @@ func (r *relays) use(gpu device.Space, h *harvest.Handle) error {
 // revoked is called when the release of a slab begins, with harvest's lock held: it ends the use of the
 // relay that has it.
 func (r *relays) revoked(i harvest.RevocationInfo) {
-	if i.Client != relayClient || i.Ended {
+	if i.Client != observe.RelayClient || i.Ended {
 		return
 	}
 	r.mu.Lock()

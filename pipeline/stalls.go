@@ -89,6 +89,9 @@ type meter struct {
 	log    *slog.Logger
 	logged time.Duration
 
+	// began and ended are when the latest step did.
+	began, ended time.Duration
+
 	mu    sync.Mutex
 	total Stalls
 }
@@ -105,6 +108,7 @@ type span struct {
 // begin starts a step.
 func (m *meter) begin() {
 	m.used, m.spans, m.last, m.perAction, m.failed = 0, m.spans[:0], nil, false, nil
+	m.began = m.machine.Now()
 }
 
 // record records an event on a stream. The event is nil where none could be made: nothing is
@@ -207,9 +211,10 @@ const logInterval = time.Minute
 // end adds the stalls of a successful step to the total, and returns them. After an error,
 // which end logs, the step counts none.
 func (m *meter) end() (step Stalls, err error) {
+	m.ended = m.machine.Now()
 	err = m.failed
 	for i := 0; i < len(m.spans) && err == nil; i++ {
-		err = m.spans[i].add(&step)
+		err = m.spans[i].each(func(s Stall) { step[s.Cause] += s.End - s.Begin })
 	}
 	if err != nil {
 		if now := m.machine.Now(); m.logged == 0 || now-m.logged >= logInterval {
@@ -226,8 +231,8 @@ func (m *meter) end() (step Stalls, err error) {
 	return step, nil
 }
 
-// add adds the span's time to its causes.
-func (s *span) add(to *Stalls) error {
+// each calls stall for the parts of the span, by their causes.
+func (s *span) each(stall func(Stall)) error {
 	var times [4]time.Duration
 	for i, ev := range [...]device.Event{s.from, s.to, s.since, s.until} {
 		if ev == nil {
@@ -245,8 +250,11 @@ func (s *span) add(to *Stalls) error {
 	}
 	since := min(max(times[2], from), end)
 	until := min(max(times[3], since), end)
-	to[KVCopy] += since - from + end - until
-	to[s.cause] += until - since
+	for _, p := range [...]Stall{{KVCopy, from, since}, {s.cause, since, until}, {KVCopy, until, end}} {
+		if p.Begin < p.End {
+			stall(p)
+		}
+	}
 	return nil
 }
 
@@ -262,6 +270,24 @@ func (m *meter) close() error {
 		errs = append(errs, ev.Close())
 	}
 	return errors.Join(errs...)
+}
+
+// Stall is one time for which the compute stream stalled, on the machine's clock.
+type Stall struct {
+	Cause      Cause
+	Begin, End time.Duration
+}
+
+// LatestStep returns when the latest step began and ended, and appends its stalls to buffer, in order. They
+// are read from the devices' events; an error means that they are not known. The goroutine that calls Step
+// may call it between two steps.
+func (p *Pipeline) LatestStep(buffer []Stall) (began, ended time.Duration, stalls []Stall, err error) {
+	m := &p.meter
+	err = m.failed
+	for i := 0; i < len(m.spans) && err == nil; i++ {
+		err = m.spans[i].each(func(s Stall) { buffer = append(buffer, s) })
+	}
+	return m.began, m.ended, buffer, err
 }
 
 // Stalls returns the compute stream's stall times in successful steps since New. It may be

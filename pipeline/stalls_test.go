@@ -39,6 +39,17 @@ func TestStallsByCause(t *testing.T) {
 		if got, sum := stalls[c.want], stalls.Sum(); got < sum*9/10 || sum > took || sum < took/4 {
 			t.Errorf("%v on %+v: stalls %v of %v, want nearly all by %s", c.o, c.mo, stalls.ByName(), took, c.want)
 		}
+		var last Stalls
+		first, end, parts, err := r.p.LatestStep(nil)
+		check(t, err)
+		for i, s := range parts {
+			if last[s.Cause] += s.End - s.Begin; s.Begin < first || s.End > end || s.Begin >= s.End || i > 0 && s.Begin < parts[i-1].End {
+				t.Errorf("%v on %+v: stall %d of the last step, from %v to %v, is %+v", c.o, c.mo, i, first, end, s)
+			}
+		}
+		if last[c.want] == 0 || last[c.want] > stalls[c.want] || end-first > took {
+			t.Errorf("%v on %+v: stalls %v of the last step, which took %v", c.o, c.mo, last.ByName(), end-first)
+		}
 	}
 }
 

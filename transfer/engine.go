@@ -136,6 +136,8 @@ type Engine struct {
 	// firstValue is the value at which the machine's fences begin, known with the first one.
 	firstValue uint32
 	closed     bool
+	// activity is what links do, while somebody wants to know.
+	activity activity
 }
 
 // maxTickets is the number of tickets for which a fence is used as Ticket.end: fence
@@ -550,6 +552,10 @@ type PathStats struct {
 	// too often, or was lost, and carries nothing more for others.
 	RelayedCopies, RelayedBytes int64
 	Retired                     bool
+	// Queued copies are under way on the link now, or wait for nothing but it, with so many bytes that have not landed.
+	// Stats alone reads them.
+	Queued      int
+	QueuedBytes int64
 }
 
 // Path returns the counters of the link of a pair of memories.
@@ -570,7 +576,9 @@ func (e *Engine) Stats() []PathStats {
 	var stats []PathStats
 	for _, l := range e.links {
 		if !l.hop {
-			stats = append(stats, l.snapshot())
+			s := l.snapshot()
+			s.Queued, s.QueuedBytes = e.core.Queued(l.number)
+			stats = append(stats, s)
 		}
 	}
 	slices.SortFunc(stats, func(a, b PathStats) int {

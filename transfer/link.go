@@ -42,6 +42,8 @@ type link struct {
 	// busy: a chunk is in flight, since that time.
 	busy  bool
 	since time.Duration
+	// landedAt is when the latest chunk landed, while activity is recorded.
+	landedAt time.Duration
 }
 
 // slot is one chunk that may be in flight: the event behind it, and the work that runs
@@ -52,6 +54,8 @@ type slot struct {
 	via          dispatch.Via
 	event, start device.Event
 	onEnd        device.Work
+	// began is when the chunk was enqueued, while activity is recorded.
+	began time.Duration
 	// signals: the device signals Done behind the chunk.
 	signals bool
 }
@@ -149,6 +153,7 @@ func (l *link) launch(i int, c dispatch.Chunk, via dispatch.Via) {
 		l.busy, l.since = true, e.o.Machine.Now()
 	}
 	l.slots[i].chunk, l.slots[i].via = c, via
+	e.activity.launched(l, i)
 	err := l.enqueue(i)
 	passed := false
 	if err == nil {
@@ -231,6 +236,7 @@ func (l *link) landed(i int) {
 		l.stats.RelayedCopies++
 		l.stats.RelayedBytes += s.chunk.Bytes
 	}
+	l.engine.activity.landed(l, i)
 	l.engine.core.Landed(l.number, i)
 }
 

@@ -1,6 +1,7 @@
 package observe
 
 import (
+	"cmp"
 	"maps"
 	"slices"
 	"sync"
@@ -8,12 +9,17 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/kvcache/offload"
 	"github.com/moeserve/moeserve/pipeline"
 	"github.com/moeserve/moeserve/transfer"
 )
 
 // EngineStep is the name of the event of a step.
 const EngineStep = "engine.step"
+
+// RelayClient is the name of the account of relays' buffers in borrowed memory.
+const RelayClient = "relay"
 
 // maxRoutedTokens is the largest step whose event has the experts of its tokens.
 const maxRoutedTokens = 8
@@ -35,6 +41,8 @@ type Step struct {
 	// Stalls are the compute stream's, in seconds by cause.
 	Stalls map[string]float64 `json:"stalls,omitempty"`
 	Links  []LinkUse          `json:"links,omitempty"`
+	// Timeline is when they were; 16 consecutive steps of each second have one.
+	Timeline *Timeline `json:"timeline,omitempty"`
 	// Bound is what the step was bound by; nil: not known of the first one.
 	Bound *Bound `json:"bound,omitempty"`
 	// Fetches of experts; Fetched are these experts, as [layer, expert, fetches], in steps of up to 8 tokens.
@@ -128,13 +136,14 @@ func (s *Step) bound(gap float64) *Bound {
 
 // lastStep is what counters had at the end of the last step that was observed.
 type lastStep struct {
-	mu      sync.Mutex
-	steps   int64 // 0: none was observed
-	time    time.Time
-	stalls  pipeline.Stalls
-	links   map[device.Pair]transfer.PathStats
-	fetched [][]int64
-	routed  [][]int64
+	mu       sync.Mutex
+	steps    int64 // 0: none was observed
+	time     time.Time
+	stalls   pipeline.Stalls
+	links    map[device.Pair]transfer.PathStats
+	fetched  [][]int64
+	routed   [][]int64
+	recorder recorder
 }
 
 // Step describes a step that has just ended. The engine's goroutine calls it; it takes time in proportion to the model's
@@ -174,6 +183,7 @@ func (o *Observer) Step(i engine.StepInfo) Step {
 		s.Bound = s.bound(max(0, s.Time.Sub(l.time).Seconds()-s.Seconds))
 	}
 	l.time = s.Time
+	s.Timeline = l.recorder.step(&o.p, follows)
 	fetched, routed, numbers := o.p.Store.Fetches(), o.p.Store.RoutedTokens(), o.p.Store.LayerNumbers()
 	if follows {
 		s.Fetches = sum(fetched) - sum(l.fetched)
@@ -240,6 +250,9 @@ type Now struct {
 type LinkState struct {
 	LinkUse
 	BytesPerSecond float64 `json:"bytes_per_second"`
+	// Queued copies are under way now, or wait for nothing but the link; QueuedBytes of them have not landed.
+	Queued      int   `json:"queued"`
+	QueuedBytes int64 `json:"queued_bytes"`
 }
 
 // MemoryState is a memory space, and what its memory is for.
@@ -247,7 +260,8 @@ type MemoryState struct {
 	Memory
 	// OtherProcesses is what others than moeserve have of it.
 	OtherProcesses int64 `json:"other_processes_bytes"`
-	// Parts are those that were allocated when the model was loaded; of peers and of a sleeping model there are none.
+	// Parts are those that were allocated when the model was loaded; of a sleeping model there are none. Those of
+	// peers are what borrowed memory is for now.
 	Parts []MemoryPart `json:"parts,omitempty"`
 }
 
@@ -259,7 +273,7 @@ type MemoryPart struct {
 
 // memories reads the spaces; what is lost has none.
 func (o *Observer) memories(asleep bool) []MemoryState {
-	all := []MemoryState{}
+	all, borrowed := []MemoryState{}, o.borrowed()
 	for _, s := range o.p.Machine.Topology().Spaces() {
 		u, err := o.p.Machine.Usage(s)
 		if err != nil {
@@ -269,7 +283,31 @@ func (o *Observer) memories(asleep bool) []MemoryState {
 		if !asleep {
 			m.Parts = o.p.Memory[s]
 		}
+		m.Parts = append(slices.Clone(m.Parts), borrowed[s]...)
 		all = append(all, m)
+	}
+	return all
+}
+
+// clientNames are what borrowed memory is for, by the name of its account.
+var clientNames = map[string]string{experts.HarvestClient: "copies of experts", offload.HarvestClient: "offloaded KV blocks", RelayClient: "relay buffers"}
+
+// borrowed is what the memory that is borrowed of peers is for.
+func (o *Observer) borrowed() map[device.Space][]MemoryPart {
+	all := map[device.Space][]MemoryPart{}
+	if o.p.Harvest == nil {
+		return all
+	}
+	for _, p := range o.p.Harvest.Summary().Peers {
+		// Clients have some of the slabs in service and of those that drain.
+		rest := p.Used + p.FreeInSlabs + p.Draining
+		for _, client := range slices.Sorted(maps.Keys(p.Clients)) {
+			all[p.Space] = append(all[p.Space], MemoryPart{cmp.Or(clientNames[client], client), p.Clients[client]})
+			rest -= p.Clients[client]
+		}
+		if rest > 0 {
+			all[p.Space] = append(all[p.Space], MemoryPart{"borrowed, free", rest})
+		}
 	}
 	return all
 }
@@ -285,7 +323,7 @@ func (o *Observer) Now() Now {
 	}
 	n.Memories = o.memories(n.SleepLevel > 0)
 	for _, l := range o.Links() {
-		n.Links = append(n.Links, LinkState{linkUse(l.PathStats, transfer.PathStats{}), l.BytesPerSecond})
+		n.Links = append(n.Links, LinkState{linkUse(l.PathStats, transfer.PathStats{}), l.BytesPerSecond, l.Queued, l.QueuedBytes})
 	}
 	return n
 }

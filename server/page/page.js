@@ -8,6 +8,7 @@ const grid = new views.Grid();
 const load = new views.Load();
 const peers = new views.Peers();
 const steps = new views.Steps();
+const timeline = new views.Timeline();
 const latencies = ["vllm:time_to_first_token_seconds", "vllm:request_time_per_output_token_seconds", "vllm:inter_token_latency_seconds"];
 let before; // the last answer of /debug/node
 let minute = []; // histograms and links of the last minute
@@ -41,13 +42,14 @@ async function update() {
   load.add(views.reading(Date.now() / 1e3, node.now, residency, load.samples.at(-1)));
   views.now(node.now, r, residency.kv, await latency(node), load);
   load.draw();
-  views.memory(node.now.memories);
-  views.links(node.now.links, r.links, minute[0].links);
+  views.memory(node.now.memories, residency.peers);
+  views.links(node.now.links, r.links, minute.map((m) => m.links));
   views.kv(residency.kv);
   grid.update(residency.experts.layers);
   peers.update(residency.harvest, residency.peers);
   if (seen !== drawn) {
     steps.draw();
+    timeline.draw();
     drawn = seen;
   }
   before = node.now;
@@ -63,6 +65,7 @@ function event(e) {
   if (e.event === "engine.step") {
     seen++;
     steps.add(e);
+    timeline.add(e);
     if (collecting && e.sampled) running.push(e);
     return;
   }
@@ -97,6 +100,8 @@ $("key").addEventListener("submit", (e) => {
   setKey($("key-text").value);
   $("key-text").value = "";
 });
+
+addEventListener("resize", () => timeline.draw());
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
 function theme(name) {

@@ -58,6 +58,13 @@ function rows(id, all, empty) {
   if (!all.length) body.append(element("tr", {}, element("td", { colspan: columns.length, class: "quiet" }, empty)));
 }
 
+// swatch is a mark of a color.
+function swatch(color) {
+  const i = element("i");
+  i.style.background = color;
+  return i;
+}
+
 // purposes are what links copy for, as the server names it and as the page does.
 const purposes = [
   ["demand", "demand"],
@@ -153,14 +160,15 @@ export function now(n, rates, kv, [ttft, tpot, itl], load) {
   );
 }
 
-// memory shows the spaces, and what their memory is for.
-export function memory(memories) {
+// memory shows the spaces, and what their memory is for: of peers all of it, of others what is not small.
+export function memory(memories, peers) {
   rows(
     "memory",
     memories.flatMap((m) => {
       const share = (n) => (m.capacity_bytes ? n / m.capacity_bytes : 0);
       const all = m.parts ?? [];
-      const large = all.filter((p) => p.bytes >= m.allocated_bytes / 100);
+      const lends = peers.some((p) => p.device === m.space);
+      const large = all.filter((p) => lends || p.bytes >= m.allocated_bytes / 100);
       const small = all.reduce((n, p) => n + p.bytes, 0) - large.reduce((n, p) => n + p.bytes, 0);
       if (small) large.push({ name: "other buffers", bytes: small });
       return [
@@ -172,20 +180,20 @@ export function memory(memories) {
   );
 }
 
-// links shows what links copy; rates are bytes per second by link, earlier is what the links had copied a minute ago.
-export function links(all, rates, earlier) {
+// links shows what links copy; rates are bytes per second by link, minute are the readings of the last minute.
+export function links(all, rates, minute) {
   rows(
     "links",
     all.map((l) => {
       const rate = rates.get(`${l.src} ${l.dst}`) ?? 0;
-      const was = earlier.find((e) => e.src === l.src && e.dst === l.dst);
+      const readings = minute.map((m) => m.find((e) => e.src === l.src && e.dst === l.dst)).filter(Boolean);
       return [
         `${l.src} → ${l.dst}`,
         l.bytes_per_second ? bar(rate / l.bytes_per_second) : "–",
-        number(rate / 1e9, 2),
-        l.bytes_per_second ? number(l.bytes_per_second / 1e9) : "–",
+        `${number(rate / 1e9, 2)} / ${l.bytes_per_second ? number(l.bytes_per_second / 1e9) : "–"}`,
         number(l.bytes / 1e9, 2),
-        split(byPurpose(l.bytes_by_purpose, was?.bytes_by_purpose)),
+        `${number(l.queued)} / ${number(Math.max(l.queued, ...readings.map((e) => e.queued)))}`,
+        split(byPurpose(l.bytes_by_purpose, readings.length === minute.length ? readings[0]?.bytes_by_purpose : undefined)),
       ];
     }),
     "Nothing has been copied.",
@@ -225,6 +233,14 @@ export function shade(tokens, mean) {
   return tokens < mean / 2 ? 1 : tokens <= 1.5 * mean ? 2 : 3;
 }
 
+// hitRate says how many of the uses of an expert found it in the GPU's memory.
+const hitRate = (e) => (e.uses ? `, hit rate ${number((100 * e.hits) / e.uses)} %` : "");
+
+// unused is how many prefetches of an expert were not used lately: its slot went to another one, or its layer has run
+// without it. wasted: so many that it matters.
+export const unused = (e, lately) => lately.unused_prefetches + (e.unused ? 1 : 0);
+export const wasted = (e, lately) => unused(e, lately) > lately.fetches / 10;
+
 const window_ = 10; // seconds, of which the grid shows the use
 
 // Grid is the grid of experts: a row for each layer. One cell is in the order of tabs, and arrow keys move it.
@@ -236,6 +252,7 @@ export class Grid {
     $("experts-legend").replaceChildren(
       ...tiers.map(([name, l, what]) => element("li", {}, element("i", { "data-tier": name }, l), what)),
       element("li", {}, element("i", { "data-fetched": "" }), "line above: fetched since the page was last updated"),
+      element("li", {}, element("i", { "data-unused": "" }), `ring: over a tenth of the fetches in the last ${window_} s were prefetches that were not used`),
     );
     $("shades-legend").replaceChildren(
       element("li", {}, `Tokens in the last ${window_} s:`),
@@ -277,8 +294,8 @@ export class Grid {
     const before = this.samples.at(-2)?.layers, first = this.samples[0].layers;
     this.seconds = at - this.samples[0].at;
     const since = (key, e, row, column) => Math.max(0, e[key] - first[row].experts[column][key]);
-    this.use = layers.map((l, row) => l.experts.map((e, column) => ({ tokens: since("routed_tokens", e, row, column), fetches: since("fetches", e, row, column) })));
-    this.means = this.use.map((all) => all.reduce((n, e) => n + e.tokens, 0) / all.length);
+    this.use = layers.map((l, row) => l.experts.map((e, column) => Object.fromEntries(["routed_tokens", "fetches", "uses", "hits", "unused_prefetches"].map((key) => [key, since(key, e, row, column)]))));
+    this.means = this.use.map((all) => all.reduce((n, e) => n + e.routed_tokens, 0) / all.length);
     this.layers = layers;
     layers.forEach((l, row) =>
       l.experts.forEach((e, column) => {
@@ -288,8 +305,9 @@ export class Grid {
           cell.textContent = letter[e.tier] ?? e.tier[0].toUpperCase();
         }
         cell.toggleAttribute("data-moving", Boolean(e.moving));
-        cell.dataset.shade = shade(this.use[row][column].tokens, this.means[row]);
+        cell.dataset.shade = shade(this.use[row][column].routed_tokens, this.means[row]);
         cell.toggleAttribute("data-fetched", before !== undefined && e.fetches > before[row].experts[column].fetches);
+        cell.toggleAttribute("data-unused", wasted(e, this.use[row][column]));
         // The label of the cell with the focus stays, as a screen reader would say it again each second.
         if (cell !== document.activeElement) cell.setAttribute("aria-label", this.say(cell));
       }),
@@ -300,9 +318,9 @@ export class Grid {
   // say is where the expert of a cell is, and how much it is used.
   say(cell) {
     const [row, column] = [Number(cell.dataset.row), Number(cell.dataset.column)];
-    const e = this.layers[row].experts[column], { tokens, fetches } = this.use[row][column];
+    const e = this.layers[row].experts[column], used = this.use[row][column], tokens = used.routed_tokens;
     const beside = tokens ? ` (${number(tokens / this.means[row])} times the layer's mean)` : "";
-    const use = this.samples.length > 1 ? ` In the last ${Math.round(this.seconds)} s ${count(tokens, "token")}${beside}, ${count(fetches, "fetch", "fetches")}.` : "";
+    const use = this.samples.length > 1 ? ` In the last ${Math.round(this.seconds)} s ${count(tokens, "token")}${beside}, ${count(used.fetches, "fetch", "fetches")}${unused(e, used) ? `, ${count(unused(e, used), "prefetch", "prefetches")} not used` : ""}${hitRate(used)}.` : "";
     return `Layer ${this.layers[row].layer}, expert ${column}: ${e.tier}${e.peer ? ` on ${e.peer}` : ""}.${use}`;
   }
 
@@ -339,7 +357,7 @@ export class Grid {
     const e = this.layers[row].experts[column];
     $("expert").textContent =
       `${this.say(this.cells[row][column])} ${e.lent ? "It is in memory lent by the KV cache. " : ""}${e.moving ? "It is moving. " : ""}` +
-      `Since the start: used by ${count(e.uses, "step")} for ${count(e.routed_tokens, "token")}, fetched ${count(e.fetches, "time")}.`;
+      `Since the start: used by ${count(e.uses, "step")} for ${count(e.routed_tokens, "token")}, fetched ${count(e.fetches, "time")}${hitRate(e)}. ${count(e.unused_prefetches, "prefetch was", "prefetches were")} not used before another expert got the slot.`;
   }
 }
 
@@ -500,7 +518,23 @@ export class Load {
   }
 }
 
-// Peers draws the memory of peers over time: what is borrowed, and what other processes have.
+// borrowers are what memory of peers is borrowed for: as the server names it, as the page does, and its color.
+const borrowers = [
+  ["experts", "copies of experts", "var(--peer)"],
+  ["kv", "KV blocks", "var(--s3)"],
+  ["relay", "relay buffers", "var(--s2)"],
+];
+
+// byBorrower is what each of them has of a peer.
+const byBorrower = (p) => borrowers.map(([key]) => p.bytes_by_client?.[key] ?? 0);
+
+// borrowed says what is borrowed of a peer, and what for.
+export function borrowed(p) {
+  const all = byBorrower(p), parts = all.map((n, k) => (n ? `${borrowers[k][1]} ${bytes(n)}` : "")).filter(Boolean);
+  return `borrowed ${bytes(total(all))}${parts.length ? ` (${parts.join(", ")})` : ""}`;
+}
+
+// Peers draws the memory of peers over time: what is borrowed, what for, and what other processes have.
 export class Peers {
   constructor() {
     this.samples = [];
@@ -523,18 +557,18 @@ export class Peers {
       };
       const name = peers.find((q) => q.device === p.device)?.name;
       all.append(
-        shape("path", { d: area((s) => s.other_processes_bytes + s.used_bytes), fill: "var(--peer)" }),
+        ...borrowers.map((_, k) => shape("path", { "data-client": borrowers[k][0], d: area((s) => s.other_processes_bytes + total(byBorrower(s).slice(0, k + 1))), fill: borrowers[k][2] })).reverse(),
         shape("path", { d: area((s) => s.other_processes_bytes), fill: "var(--host)" }),
         shape("line", { class: "axis", x1: left, x2: w - left, y1: top + h - 4, y2: top + h - 4 }),
         shape("line", { class: "mark", "stroke-dasharray": "5 4", x1: left, x2: w - left, y1: top + p.headroom_bytes * scale, y2: top + p.headroom_bytes * scale }),
-        shape("text", { x: left, y: top - 4 }, `${p.device}${name ? ` ${name}` : ""}, ${bytes(p.capacity_bytes)}: borrowed ${bytes(p.used_bytes)}${p.draining_bytes ? `, draining ${bytes(p.draining_bytes)}` : ""}, others ${bytes(p.other_processes_bytes)}, ${p.health}`),
+        shape("text", { x: left, y: top - 4 }, `${p.device}${name ? ` ${name}` : ""}, ${bytes(p.capacity_bytes)}: ${borrowed(p)}${p.draining_bytes ? `, draining ${bytes(p.draining_bytes)}` : ""}, others ${bytes(p.other_processes_bytes)}, ${p.health}`),
       );
     });
-    const say = harvest.peers.map((p) => `${p.device}: borrowed ${bytes(p.used_bytes)}, other processes ${bytes(p.other_processes_bytes)}, of ${bytes(p.capacity_bytes)}`).join("; ");
+    const say = harvest.peers.map((p) => `${p.device}: ${borrowed(p)}, other processes ${bytes(p.other_processes_bytes)}, of ${bytes(p.capacity_bytes)}`).join("; ");
     all.setAttribute("aria-label", say);
     $("peers").replaceChildren(all, element("p", { class: "quiet" }, `The last ${span(this.samples.at(-1).at - from)}, from left to right.`));
     $("peers-legend").replaceChildren(
-      element("li", {}, element("i", { "data-tier": "peer" }), "borrowed"),
+      ...borrowers.filter(([key]) => harvest.clients?.[key]).map(([, name, color]) => element("li", {}, swatch(color), `borrowed for ${name}`)),
       element("li", {}, element("i", { "data-tier": "host" }), "other processes"),
       element("li", {}, shape("svg", { viewBox: "0 0 24 12", "aria-hidden": "true" }, shape("line", { x1: 0, x2: 24, y1: 6, y2: 6, stroke: "currentColor", "stroke-dasharray": "5 4" })), "above it: the headroom, never borrowed"),
     );
@@ -607,17 +641,11 @@ export class Steps {
   constructor() {
     this.all = [];
     $("steps-legend").replaceChildren(
-      element("li", {}, Steps.swatch("var(--compute)"), "computing"),
-      ...names.map((n, i) => element("li", {}, Steps.swatch(`var(--s${i})`), `waiting for ${causes[n]}`)),
+      element("li", {}, swatch("var(--compute)"), "computing"),
+      ...names.map((n, i) => element("li", {}, swatch(`var(--s${i})`), `waiting for ${causes[n]}`)),
       element("li", {}, shape("svg", { viewBox: "0 0 24 12", "aria-hidden": "true" }, shape("line", { x1: 2, x2: 22, y1: 6, y2: 6, stroke: "currentColor", "stroke-width": 2 })), "predicted"),
       element("li", {}, shape("svg", { viewBox: "0 0 24 12", "aria-hidden": "true" }, shape("path", { d: "M6,10 L12,2 L18,10 Z", fill: "currentColor" })), "longer than the chart is high"),
     );
-  }
-
-  static swatch(color) {
-    const i = element("i");
-    i.style.background = color;
-    return i;
   }
 
   add(step) {
@@ -699,6 +727,120 @@ export class Steps {
     const median = (all) => all.sort((a, b) => a - b)[all.length >> 1];
     const measured = median(with_.map((s) => s.seconds)), predicted = median(with_.map((s) => s.predicted_seconds));
     $("compared").textContent = `Median of these steps: ${seconds(measured)}, ${percent(measured / predicted)} of the ${seconds(predicted)} that the planner predicts.`;
+  }
+}
+
+// timed are the lanes of steps with timelines, in nanoseconds on their clock: of the GPU, then of each link that copied.
+// The GPU computes in a step where it does not wait.
+export function timed(steps) {
+  const gpu = [], links = new Map();
+  for (const { timeline: t } of steps) {
+    let at = 0;
+    const add = (name, from, to) => to > from && gpu.push({ for: name, from: t.begin_ns + from, to: t.begin_ns + to });
+    for (const s of t.stalls) {
+      add("computing", at, s.from_ns);
+      add(s.for, s.from_ns, s.to_ns);
+      at = s.to_ns;
+    }
+    add("computing", at, t.duration_ns);
+    for (const l of t.links) {
+      const name = `${l.src} → ${l.dst}`;
+      if (!links.has(name)) links.set(name, []);
+      for (const s of l.copies) links.get(name).push({ for: s.for, from: t.begin_ns + s.from_ns, to: t.begin_ns + s.to_ns });
+    }
+  }
+  return [{ name: "GPU", spans: gpu }, ...[...links].sort(([a], [b]) => (a < b ? -1 : 1)).map(([name, spans]) => ({ name, spans }))];
+}
+
+// shares are those of a time that the spans of a lane take, by what they are for, the largest first.
+export function shares(spans, from, to) {
+  const all = new Map();
+  for (const s of spans) {
+    const n = Math.min(s.to, to) - Math.max(s.from, from);
+    if (n > 0) all.set(s.for, (all.get(s.for) ?? 0) + n / (to - from));
+  }
+  return [...all].sort(([, a], [, b]) => b - a);
+}
+
+// parts of a lane have a name and a color by what they are for.
+const parts = new Map([
+  ["computing", ["computing", "var(--compute)"]],
+  ...names.map((n, i) => [n, [`waiting for ${causes[n]}`, `var(--s${i})`]]),
+]);
+const copies = new Map(purposes.map(([key, name]) => [key, [name, { demand: "var(--s0)", prefetch: "var(--peer)", migration: "var(--s4)", "kv-load": "var(--s3)", "kv-store": "var(--s1)" }[key]]]));
+
+// laneText says what a lane did in a time.
+function laneText(lane, from, to) {
+  const known = lane.name === "GPU" ? parts : copies;
+  return shares(lane.spans, from, to).map(([key, share]) => `${known.get(key)?.[0] ?? key} ${share < 0.005 ? "<1 %" : percent(share)}`).join(", ");
+}
+
+// Timeline draws when the GPU computed and waited and when links copied, in consecutive steps.
+export class Timeline {
+  constructor() {
+    this.runs = [[]]; // of consecutive steps, the latest two
+    $("timeline-legend").replaceChildren(
+      element("li", {}, "GPU: the colors of the chart above, nothing between steps. Links:"),
+      ...[...copies.values()].map(([name, color]) => element("li", {}, swatch(color), name)),
+    );
+  }
+
+  add(step) {
+    if (!step.timeline) return;
+    const last = this.runs.at(-1);
+    if (last.length && last.at(-1).step + 1 !== step.step) this.runs = [last, [step]];
+    else last.push(step);
+    if (last.length > 12) last.shift();
+  }
+
+  draw() {
+    // A run that has just begun is not shown before it is long enough.
+    const shown = this.runs.at(-1).length < 12 && this.runs[0].length ? this.runs[0] : this.runs.at(-1);
+    if (!shown.length) return;
+    const lanes = timed(shown);
+    const ends = (s) => [s.timeline.begin_ns, s.timeline.begin_ns + s.timeline.duration_ns];
+    const from = ends(shown[0])[0], to = ends(shown.at(-1))[1];
+    const w = Math.max(360, $("timeline").clientWidth), left = 104, row = 24, top = 4, bottom = top + lanes.length * row;
+    const x = (at) => left + (Math.max(0, Math.min(1, (at - from) / (to - from))) * (w - left - 2));
+    const all = shape("svg", { viewBox: `0 0 ${w} ${bottom + 18}`, role: "img" });
+    let labeled = -Infinity;
+    for (const s of shown) {
+      const [begin, end] = ends(s).map(x);
+      const said = lanes.map((l) => `${l.name}: ${laneText(l, ...ends(s)) || "nothing"}`);
+      const group = shape("g", {}, shape("title", {}, [`Step ${number(s.step)}: ${seconds(s.timeline.duration_ns / 1e9)}`, ...said].join("\n")), shape("rect", { class: "column", x: begin, y: top, width: Math.max(0, end - begin), height: bottom - top }));
+      group.append(shape("line", { class: "axis", x1: begin, x2: begin, y1: top, y2: bottom + 4 }));
+      if (begin - labeled >= 76 && w - begin >= 70) {
+        group.append(shape("text", { x: begin, y: bottom + 15 }, `${labeled < 0 ? "step " : ""}${number(s.step)}`));
+        labeled = begin;
+      }
+      all.append(group);
+    }
+    lanes.forEach((lane, i) => {
+      const y = top + i * row + 3, height = row - 6;
+      all.append(shape("text", { x: left - 6, y: y + height - 5, "text-anchor": "end" }, lane.name), shape("line", { class: "axis", x1: left, x2: w, y1: y + height, y2: y + height }));
+      const paths = new Map();
+      for (const s of lane.spans) {
+        if (s.to <= from || s.from >= to) continue;
+        const l = x(s.from);
+        paths.set(s.for, `${paths.get(s.for) ?? ""}M${l.toFixed(1)},${y} h${Math.max(0.5, x(s.to) - l).toFixed(1)} v${height} H${l.toFixed(1)} Z `);
+      }
+      const known = lane.name === "GPU" ? parts : copies;
+      for (const [key, d] of paths) all.append(shape("path", { "data-lane": lane.name, "data-for": key, d, fill: known.get(key)?.[1] ?? "var(--none)", "pointer-events": "none" }));
+    });
+    const text = `${count(shown.length, "consecutive step")} in ${seconds((to - from) / 1e9)}. ${lanes.map((l) => `${l.name}: ${laneText(l, from, to)}`).join("; ")}.`;
+    all.setAttribute("aria-label", `${text} The table below has each step.`);
+    $("timeline").replaceChildren(all);
+    $("timeline-said").textContent = text;
+    rows(
+      "timeline-table",
+      [...shown].reverse().map((s) => [
+        number(s.step),
+        number(s.timeline.duration_ns / 1e6, 2),
+        laneText(lanes[0], ...ends(s)),
+        lanes.slice(1).map((l) => [l.name, laneText(l, ...ends(s))]).filter(([, said]) => said).map(([name, said]) => `${name}: ${said}`).join("; ") || "nothing",
+      ]),
+      "",
+    );
   }
 }
 

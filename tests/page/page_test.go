@@ -301,6 +301,8 @@ func TestPage(t *testing.T) {
 	if !regexp.MustCompile(`^demand <?\d+ % \([\d.]+ \w+\)`).MatchString(split[0]) || !strings.HasPrefix(split[1], "demand ") || split[2] != "demand" {
 		t.Errorf("of what a link copied for it says %q", split)
 	}
+	testTimeline(t, ctx, n)
+	testPurposes(t, ctx)
 	testViews(t, ctx)
 	parts := value[[]string](t, ctx, `[...document.querySelectorAll("#memory .part")].map(p => p.textContent)`)
 	for _, part := range []string{"resident experts", "KV cache", "offloaded experts"} {
@@ -334,9 +336,9 @@ func TestPage(t *testing.T) {
 		t.Errorf("%d cells are in the order of tabs", n)
 	}
 	// The label of a cell says how much its expert is used, as its shade does.
-	use := regexp.MustCompile(`^Layer 0, expert 0: \w+( on \w+)?\. In the last \d+ s [\d,]+ tokens?( \([\d.]+ times the layer's mean\))?, [\d,]+ fetch(es)?\.`)
+	use := regexp.MustCompile(`^Layer 0, expert 0: \w+( on \w+)?\. In the last \d+ s [\d,]+ tokens?( \([\d.]+ times the layer's mean\))?, [\d,]+ fetch(es)?(, [\d,]+ prefetch(es)? not used)?(, hit rate [\d.]+ %)?\.`)
 	label := value[string](t, ctx, `document.activeElement.getAttribute("aria-label")`)
-	if said := value[string](t, ctx, `document.querySelector("#expert").textContent`); !use.MatchString(said) || !use.MatchString(label) || !strings.Contains(said, "Since the start: used by ") {
+	if said := value[string](t, ctx, `document.querySelector("#expert").textContent`); !use.MatchString(said) || !use.MatchString(label) || !regexp.MustCompile(`Since the start: used by [\d,]+ steps for [\d,]+ tokens, fetched [\d,]+ times, hit rate [\d.]+ %\. [\d,]+ prefetch(es were| was) not used before`).MatchString(said) {
 		t.Errorf("of the expert it says %q, and its label %q", said, label)
 	}
 	if title := value[string](t, ctx, `(() => { const c = document.querySelector("[data-row='1'][data-column='2']"); c.dispatchEvent(new PointerEvent("pointerover", {bubbles: true})); return c.title })()`); !strings.HasPrefix(title, "Layer 1, expert 2: ") {
@@ -458,6 +460,115 @@ func testLoad(t *testing.T, ctx context.Context, n node) {
 	}
 }
 
+// testTimeline: the lanes of steps are those of the events, and the table has the same.
+func testTimeline(t *testing.T, ctx context.Context, n node) {
+	t.Helper()
+	run(t, ctx, wait(`document.querySelectorAll("#timeline path[data-lane=GPU]").length > 0 && document.querySelectorAll("#timeline path[data-for=demand]").length > 0`))
+	type span struct {
+		For  string
+		From int64 `json:"from_ns"`
+		To   int64 `json:"to_ns"`
+	}
+	type step struct {
+		Step     int64
+		Timeline *struct {
+			Duration int64 `json:"duration_ns"`
+			Stalls   []span
+		}
+	}
+	all := map[int64]step{}
+	follow, stop := context.WithTimeout(ctx, 4*time.Second)
+	defer stop()
+	q, err := http.NewRequestWithContext(follow, http.MethodGet, n.admin+"/debug/events", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r, err := http.DefaultClient.Do(q)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Body.Close()
+	lines := bufio.NewScanner(r.Body)
+	for lines.Buffer(nil, 1<<20); lines.Scan(); {
+		var s step
+		if data, ok := strings.CutPrefix(lines.Text(), "data: "); ok && json.Unmarshal([]byte(data), &s) == nil && s.Timeline != nil {
+			all[s.Step] = s
+		}
+	}
+	rows := value[[][]string](t, ctx, `[...document.querySelectorAll("#timeline-table tbody tr")].map(r => [...r.cells].map(c => c.textContent))`)
+	if len(rows) < 2 || len(rows) > 16 || value[int](t, ctx, `document.querySelectorAll("#timeline g").length`) != len(rows) {
+		t.Errorf("the table has %d steps", len(rows))
+	}
+	compared := 0
+	for _, row := range rows {
+		number, err := strconv.ParseInt(strings.ReplaceAll(row[0], ",", ""), 10, 64)
+		if err != nil {
+			t.Fatal(err)
+		}
+		s, ok := all[number]
+		if !ok {
+			continue
+		}
+		compared++
+		waited := int64(0)
+		for _, w := range s.Timeline.Stalls {
+			waited += w.To - w.From
+		}
+		ms, err := strconv.ParseFloat(strings.ReplaceAll(row[1], ",", ""), 64)
+		if d := ms - float64(s.Timeline.Duration)/1e6; err != nil || d < -0.01 || d > 0.01 {
+			t.Errorf("step %d took %d ns, and the page says %s ms", number, s.Timeline.Duration, row[1])
+		}
+		computing := regexp.MustCompile(`computing (\d+) %`).FindStringSubmatch(row[2])
+		if share := 1 - float64(waited)/float64(s.Timeline.Duration); share > 0.01 {
+			if computing == nil {
+				t.Errorf("step %d computed for %.3f of its time, and the page says %q", number, share, row[2])
+			} else if p, _ := strconv.ParseFloat(computing[1], 64); p-100*share > 0.51 || p-100*share < -0.51 {
+				t.Errorf("step %d computed for %.3f of its time, and the page says %q", number, share, row[2])
+			}
+		}
+	}
+	if compared == 0 {
+		t.Errorf("of the steps on the page, %v, the stream had none of %d", rows, len(all))
+	}
+	label := regexp.MustCompile(`^\d+ consecutive steps in \S+ m?s\. GPU: .*\d %.*; \w+ → \w+: .*\d %.*\. The table below has each step\.$`)
+	if got := value[string](t, ctx, `document.querySelector("#timeline svg").getAttribute("aria-label")`); !label.MatchString(got) {
+		t.Errorf("the timeline's label is %q", got)
+	}
+	if got := value[string](t, ctx, `document.querySelector("#timeline g title").textContent`); !regexp.MustCompile(`^Step [\d,]+: \S+ m?s\nGPU: .+\n\w+ → \w+: `).MatchString(got) {
+		t.Errorf("of a step of the timeline it says %q", got)
+	}
+}
+
+// testPurposes: what memory of peers is for, copies that are queued, and prefetches that were not used.
+func testPurposes(t *testing.T, ctx context.Context) {
+	t.Helper()
+	of := func(space string) map[string]bool {
+		all := map[string]bool{}
+		for _, name := range value[[]string](t, ctx, `(() => { const all = []; let at = ""; for (const r of document.querySelectorAll("#memory tbody tr")) { if (!r.querySelector(".part")) at = r.cells[0].textContent; else if (at === "`+space+`") all.push(r.cells[0].textContent) } return all })()`) {
+			all[name] = true
+		}
+		return all
+	}
+	// The test takes the memory of gpu1 away.
+	if parts := of("gpu2"); !parts["copies of experts"] || !parts["offloaded KV blocks"] {
+		t.Errorf("the memory of gpu2 is for %v", parts)
+	}
+	if said := value[string](t, ctx, `document.querySelector("#peers svg").getAttribute("aria-label")`); !regexp.MustCompile(`gpu2: borrowed [\d.]+ \w+ \(copies of experts [\d.]+ \w+, KV blocks [\d.]+ \w+\), other processes`).MatchString(said) {
+		t.Errorf("of the memory of peers it says %q", said)
+	}
+	if queues := value[[]string](t, ctx, `[...document.querySelectorAll("#links tbody tr")].map(r => r.cells[4].textContent)`); slices.ContainsFunc(queues, func(q string) bool { return !regexp.MustCompile(`^[\d,]+ / [\d,]+$`).MatchString(q) }) {
+		t.Errorf("the queues of links are %q", queues)
+	}
+	// Some prefetches are not used; experts have a mark where that are many.
+	unused := `[...document.querySelectorAll("[role=gridcell]:not(:focus)")].map(c => [c, c.getAttribute("aria-label").match(/([\d,]+) fetch(?:es)?, ([\d,]+) prefetch(?:es)? not used, hit rate/)]).filter(([, m]) => m).map(([c, m]) => [c.dataset.unused !== undefined, ...m.slice(1).map(n => Number(n.replace(/,/g, "")))])`
+	run(t, ctx, wait(unused+`.length > 0`))
+	for _, x := range value[[][]any](t, ctx, unused) {
+		if fetches, n := x[1].(float64), x[2].(float64); n == 0 || x[0] != (n > fetches/10) {
+			t.Errorf("%v of %v fetches were prefetches that were not used; marked: %v", n, fetches, x[0])
+		}
+	}
+}
+
 // testViews: what the views say of data.
 func testViews(t *testing.T, ctx context.Context) {
 	t.Helper()
@@ -473,6 +584,12 @@ func testViews(t *testing.T, ctx context.Context) {
 		`v.stepText({step: 2, seconds: 0.03, predicted_seconds: 0.02, tokens: 9, sequences: 2, bound: {by: "link", src: "host", dst: "gpu0", share: 0.834}})`: "Step 2: 30 ms, 9 tokens of 2 sequences\nBound by: host → gpu0, busy 83 % of the step\n150 % of the predicted 20 ms",
 		`v.stepText({step: 2, seconds: 0.03, tokens: 9, sequences: 2, bound: {by: "router-sync", share: 0.5}})`:                                               "Step 2: 30 ms, 9 tokens of 2 sequences\nBound by: waiting for the host to read the router, 50 % of the step",
 		`v.bounds([{}])`: "",
+		`v.borrowed({bytes_by_client: {kv: 2048, experts: 1024}})`: "borrowed 3 KiB (copies of experts 1 KiB, KV blocks 2 KiB)",
+		`v.borrowed({})`: "borrowed 0 B",
+		`[[{unused: true}, 0, 1], [{}, 2, 19], [{}, 2, 20], [{}, 0, 0]].map(([e, n, fetches]) => [v.unused(e, {unused_prefetches: n}), v.wasted(e, {unused_prefetches: n, fetches})]).join()`: "1,true,2,true,2,false,0,false",
+		// A lane of the GPU, which computes where it does not wait, and one of each link, by time and not by step.
+		`JSON.stringify(v.timed([{timeline: {begin_ns: 100, duration_ns: 50, stalls: [{for: "router-sync", from_ns: 10, to_ns: 20}], links: [{src: "host", dst: "gpu0", copies: [{for: "demand", from_ns: -5, to_ns: 5}]}]}}]))`: `[{"name":"GPU","spans":[{"for":"computing","from":100,"to":110},{"for":"router-sync","from":110,"to":120},{"for":"computing","from":120,"to":150}]},{"name":"host → gpu0","spans":[{"for":"demand","from":95,"to":105}]}]`,
+		`JSON.stringify(v.shares([{for: "a", from: 0, to: 10}, {for: "b", from: 10, to: 15}, {for: "a", from: 30, to: 40}], 5, 25))`:                                                                                             `[["a",0.25],["b",0.25]]`,
 		`v.bounds([{}, {bound: {by: "compute", share: 1}}])`: "All of these steps are bound by computing.",
 		`v.bounds([{bound: {by: "compute", share: 0.6}}, ...[0.7, 0.9].map(share => ({bound: {by: "link", src: "gpu1", dst: "gpu0", share}}))])`: "Of these steps 2 are bound by gpu1 → gpu0 (busy 80 % of their time), 1 by computing.",
 	} {

@@ -146,6 +146,40 @@ func (l *link) full(next int64, relayed bool) bool {
 	return n >= l.Depth && (weight-first.f.weight >= l.WindowBytes || bytes+next > int64(l.Depth)*l.ChunkBytes)
 }
 
+// Queued is how many requests of a link have bytes that it copies now, or that wait for nothing but the link, and how many
+// bytes. It does not count what is on its way through relays.
+func (c *Core) Queued(number int) (requests int, bytes int64) {
+	l := c.links[number]
+	if l.queue == nil {
+		return 0, 0
+	}
+	under := l.slots[:l.used]
+	for i := range under {
+		if under[i].state == free || !l.carries(under[i].f.chunk.Request) {
+			continue
+		}
+		r := under[i].f.chunk.Request
+		bytes += under[i].f.chunk.Bytes
+		same := func(s slot) bool { return s.state != free && s.f.chunk.Request == r }
+		if r.launched == r.bytes && len(r.returned) == 0 && !slices.ContainsFunc(under[:i], same) { // not in the queue
+			requests++
+		}
+	}
+	for _, class := range l.queue.byClass {
+		for _, r := range class {
+			if len(r.waiting) > 0 || !l.carries(r) {
+				continue
+			}
+			requests++
+			bytes += r.bytes - r.launched
+			for _, f := range r.returned {
+				bytes += f.chunk.Bytes
+			}
+		}
+	}
+	return requests, bytes
+}
+
 // inFlight is the number of chunks with the device.
 func (l *link) inFlight() (n int) {
 	for i := range l.slots[:l.used] {
