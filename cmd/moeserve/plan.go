@@ -54,8 +54,9 @@ file. No weights are read and no memory is allocated. A preset needs no
 
 TTFT is the time from the arrival of a whole batch to the first token of its
 last sequence; TPOT is a decode step of the whole batch. --max-ttft and --max-tpot
-bound them: the plan is then the fastest policy within the bounds. Peers are those
-that run would use: of GPUs only those that --peers names.
+bound them: the plan is then the fastest policy within the bounds, and its serve
+command has --max-itl, by which steps with prompts keep the second one, too. Peers
+are those that run would use: of GPUs only those that --peers names.
 
 run and serve take the result of --json as --policy.`,
 		Example: `  moeserve plan mixtral-8x7b --hardware l4
@@ -121,11 +122,11 @@ func plan(s *streams, set *settings, o *planOptions) (err error) {
 		return err
 	}
 	if !res.onStdout() {
-		if err := printPlan(s.out, p, serveCommand(set, p)); err != nil {
+		if err := printPlan(s.out, p, serveCommand(set, p, o.maxTPOT)); err != nil {
 			return err
 		}
 	}
-	return res.write(newPlanResult(p, serveCommand(set, p)))
+	return res.write(newPlanResult(p, serveCommand(set, p, o.maxTPOT)))
 }
 
 // parseLatency reads the value of a flag, seconds or a duration, in seconds; 0 without one.
@@ -146,12 +147,15 @@ func parseLatency(flag, text string) (float64, error) {
 }
 
 // serveCommand is the command line that serves with a plan: the explicit settings that serve
-// has, too, and the policy's.
-func serveCommand(set *settings, p *planning.Planned) []string {
+// has, too, and the policy's. maxTPOT, if not empty, bounds steps with prompts, too.
+func serveCommand(set *settings, p *planning.Planned, maxTPOT string) []string {
 	args := []string{"moeserve", "serve"}
 	values := set.Values()
 	for _, k := range configs.For("serve") {
 		value, decided := p.Settings[k.Name]
+		if k.Name == "max-itl" && maxTPOT != "" {
+			value, decided = maxTPOT, true
+		}
 		if !decided {
 			_, shared := slices.BinarySearchFunc(planKeys(), k.Name, strings.Compare)
 			if !shared || !set.given(k.Name) {
