@@ -360,7 +360,7 @@ type endingTiers struct{ *memoryTiers }
 func (m *endingTiers) Busy() bool {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	return len(m.stores)+len(m.loads)+len(m.ended) > 0
+	return len(m.stores)+len(m.ended) > 0 || len(m.loads) > 0 && !m.early
 }
 
 func (m *endingTiers) Poll() []offload.Loaded {

@@ -180,6 +180,64 @@ func resumeDuringStore(t *testing.T, holds bool) (r *race, got, want []int32) {
 	return r, got, append(plainTokens(t, old), plainTokens(t, young)...)
 }
 
+// lackDuringLoad has a request lack a block while a later one, which would be preempted for it, loads. It
+// waits for the load, of which only the end lets the other run, and be preempted. If the engine is told of the
+// end too early, the load writes into blocks that the first has got.
+func lackDuringLoad(t *testing.T, holds bool) (r *race, got, want []int32) {
+	r = newRace(t, 5, 20, holds)
+	r.tiers.early = !holds
+	old, young := ask(1, 7, 13), ask(2, 11, 9)
+	r.finish(r.submit(t.Context(), young))
+	first := r.submit(t.Context(), old)
+	r.turns(1, true)
+	second := r.submit(t.Context(), young)
+	for worked := true; worked && r.State().Preemptions == 0; {
+		var err error
+		if worked, err = engine.Turn(r.Engine, t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if s := r.State(); len(r.tiers.loads) != 1 || holds != (s.Preemptions == 0) || !first.Times().Finished.IsZero() {
+		t.Fatalf("%d loads, %+v", len(r.tiers.loads), s)
+	}
+	if holds {
+		r.turns(3, false)
+	} else {
+		r.turns(8, true) // until the first has all blocks
+	}
+	got = r.finish(first)
+	if n := r.State().Preemptions; n != 1 {
+		t.Errorf("%d preemptions", n)
+	}
+	return r, append(got, r.finish(second)...), append(plainTokens(t, old), plainTokens(t, young)...)
+}
+
+// pauseDuringLoad pauses, which preempts whatever runs, while a request loads: the pause is reached when
+// the load has ended. If the engine is told of the end too early, it is reached while the load still
+// writes, into blocks that the next request gets.
+func pauseDuringLoad(t *testing.T, holds bool) (r *race, got, want []int32) {
+	r = newRace(t, 5, 20, holds, func(o *engine.Options) { o.Offload = &endingTiers{o.Offload.(*memoryTiers)} })
+	r.tiers.early = !holds
+	q, next := ask(1, 11, 4), ask(2, 7, 4)
+	r.finish(r.submit(t.Context(), q))
+	paused := r.submit(t.Context(), q)
+	r.turns(1, false)
+	if len(r.tiers.loads) != 1 {
+		t.Fatalf("%d loads", len(r.tiers.loads))
+	}
+	if err := r.Pause(t.Context(), engine.PauseKeep); err != nil {
+		t.Fatal(err)
+	}
+	if s := r.State(); holds != (len(r.tiers.loads) == 0) || s.Waiting != 1 || s.KVUsedBlocks != 0 {
+		t.Errorf("paused with %d loads, %+v", len(r.tiers.loads), s)
+	}
+	r.Resume()
+	other := r.submit(t.Context(), next)
+	r.turns(1, true)
+	got = r.finish(other)
+	return r, append(got, r.finish(paused)...), append(plainTokens(t, next), plainTokens(t, q)...)
+}
+
 // takeTurns has two requests preempt each other at token granularity, while what they have computed is
 // being stored: the one preempted is resumed when its own store has ended.
 func takeTurns(t *testing.T, holds bool) (r *race, got, want []int32) {
@@ -236,13 +294,16 @@ func everyoneWaits(t *testing.T, holds bool) (r *race, got, want []int32) {
 }
 
 // TestRaces: transfers that end after their sequence was aborted or preempted (races 3 and 6), or while
-// all others wait for their blocks (race 5), read and write no block of another. Where they do not hold
-// their blocks, they do: each history finds it.
+// all others wait for their blocks (race 5), read and write no block of another; a sequence whose load is
+// under way is not preempted. Where transfers do not hold their blocks, and loads are said to have ended
+// too early, they do: each history finds it.
 func TestRaces(t *testing.T) {
 	for name, history := range map[string]func(t *testing.T, holds bool) (r *race, got, want []int32){
 		"abort during load":                 abortDuringLoad,
 		"abort during store":                abortDuringStore,
 		"preempt and resume during a store": resumeDuringStore,
+		"lack a block during a load":        lackDuringLoad,
+		"pause during a load":               pauseDuringLoad,
 		"take turns during stores":          takeTurns,
 		"everyone waits for stores":         everyoneWaits,
 	} {

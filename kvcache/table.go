@@ -202,15 +202,18 @@ func (t *Table) SetFilled(tokens int) {
 	t.filled = tokens
 }
 
-// lost is the first of the blocks before one that have no key because another block had it, which has lost it since:
-// Match would find no block behind them. The result is first where there are none.
-func (t *Table) lost(first int) int {
-	for ; first > 0; first-- {
-		if _, ok := t.m.byKey[t.keys[first-1]]; ok || t.m.extents.withdrawn(t.m.extents.of(t.blocks[first-1])) {
-			break
+// lost is the first of so many blocks whose key no block has: another one had it, or a sequence that shared the
+// block has released it without keep. Match would find no block behind it. The result is n where there is none.
+func (t *Table) lost(n int) int {
+	for i, id := range t.blocks[:n] {
+		if t.m.keys[id] != (Key{}) {
+			continue
+		}
+		if _, ok := t.m.byKey[t.keys[i]]; !ok && !t.m.extents.withdrawn(t.m.extents.of(id)) {
+			return i
 		}
 	}
-	return first
+	return n
 }
 
 // Release releases all blocks. Those that no other sequence uses become free; with keep

@@ -261,8 +261,8 @@ func TestInspectSaysKVTiers(t *testing.T) {
 	}
 }
 
-// TestKVTierCounters: the five counters of each tier add up, and are the same in Go, in the metrics
-// and in what /debug/kv shows.
+// TestKVTierCounters: the five counters of each tier add up, and are the same in Go and in the metrics.
+// TestKVOverHTTP of package server has what /debug/kv shows.
 func TestKVTierCounters(t *testing.T) {
 	s := configs.Defaults()
 	s.KV.TransferConfig = `{"kv_connector_extra_config": {"num_gpu_blocks": 12, "num_cpu_blocks": 7, "num_file_blocks": 20, "directory": "` + t.TempDir() + `", "eviction_policy": "arc", "load_policy": "always"}}`

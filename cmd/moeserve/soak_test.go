@@ -524,10 +524,11 @@ func (s *soak) fault(ctx context.Context, rng *rand.Rand, m *emulated.Machine) {
 
 // soakState is what must come back.
 type soakState struct {
-	// rss is the resident set without what devices allocated on the host: experts, KV.
-	rss, heap          int64
-	goroutines, files  int
-	gpu                int64
+	// rss is the resident set without what devices allocated in it: experts, KV.
+	rss, heap         int64
+	goroutines, files int
+	// gpu and peers are what the server has allocated there; of peers it may keep some, or none.
+	gpu, peers         int64
 	preempted, retried float64
 	revoked            float64
 	// lent is the memory that moved between KV blocks and experts, both ways, in bytes.
@@ -597,16 +598,27 @@ func (s *soak) measure() soakState {
 		if f := strings.Fields(string(data)); len(f) > 1 {
 			pages, _ := strconv.ParseInt(f[1], 10, 64)
 			st.rss = pages * int64(os.Getpagesize())
-			if u, err := s.machine.Usage(device.Host); err == nil && st.rss > u.Allocated {
-				st.rss -= u.Allocated
-			}
 		}
 	}
 	if open, err := os.ReadDir("/proc/self/fd"); err == nil {
 		st.files = len(open)
 	}
-	if u, err := s.machine.Usage(device.HBM(0)); err == nil {
-		st.gpu = u.Allocated
+	_, inProcess := s.machine.(*emulated.Machine)
+	for _, space := range s.machine.Topology().Spaces() {
+		u, err := s.machine.Usage(space)
+		if err != nil {
+			s.t.Error(err)
+		}
+		switch space {
+		case device.Host:
+		case device.HBM(0):
+			st.gpu = u.Allocated
+		default:
+			st.peers += u.Allocated
+		}
+		if space == device.Host || inProcess {
+			st.rss -= u.Allocated
+		}
 	}
 	st.preempted, st.retried = m["vllm:num_preemptions_total"], m["moeserve_step_retries_total"]
 	st.revoked, st.lent = m["moeserve_harvest_revocations_total"], m["moeserve_kv_lent_moves_bytes_total"]
@@ -639,8 +651,8 @@ func (s *soak) report(length time.Duration, before, after soakState) {
 	b.WriteString(s.kvTable(length, before.tiers, after.tiers))
 	fmt.Fprintf(&b, "\n| what comes back | before | after |\n|---|---|---|\n")
 	mib := func(n int64) string { return fmt.Sprintf("%.1f MiB", float64(n)/(1<<20)) }
-	fmt.Fprintf(&b, "| resident memory besides what devices allocated on the host | %s | %s |\n| Go heap | %s | %s |\n", mib(before.rss), mib(after.rss), mib(before.heap), mib(after.heap))
-	fmt.Fprintf(&b, "| memory of the GPU | %s | %s |\n", mib(before.gpu), mib(after.gpu))
+	fmt.Fprintf(&b, "| resident memory besides what devices allocated in it | %s | %s |\n| Go heap | %s | %s |\n", mib(before.rss), mib(after.rss), mib(before.heap), mib(after.heap))
+	fmt.Fprintf(&b, "| memory of the GPU | %s | %s |\n| memory of peers, which need not come back | %s | %s |\n", mib(before.gpu), mib(after.gpu), mib(before.peers), mib(after.peers))
 	fmt.Fprintf(&b, "| goroutines | %d | %d |\n| descriptors | %d | %d |\n", before.goroutines, after.goroutines, before.files, after.files)
 	t.Log("\n" + b.String())
 	for _, what := range []string{"answers as alone", "clients that left", "hostile requests answered", "neighbor got memory"} {
