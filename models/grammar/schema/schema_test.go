@@ -126,6 +126,7 @@ func TestCompile(t *testing.T) {
 			[]string{`{}`, `{"street":null}`, `{"card":1,"street":null}`},
 			[]string{`{"card":1}`},
 		},
+		{`{"enum": [{"card": 1}, {"card": 1, "street": null}, {}], "dependentRequired": {"card": ["street"]}}`, []string{`{"card":1,"street":null}`, `{}`}, []string{`{"card":1}`}},
 		// Sets and dictionaries of pydantic, records of zod.
 		{`{"type": "array", "items": {"enum": ["x", "y", 1]}, "uniqueItems": true, "minItems": 1}`, []string{`["x"]`, `["y", "x"]`, `[1,"x","y"]`}, []string{`[]`, `["x","x"]`, `["x",1,"x"]`, `["z"]`}},
 		{`{"type": "array", "items": {"type": "string"}, "uniqueItems": true, "maxItems": 1}`, []string{`["x"]`, `[]`}, []string{`["x","y"]`}},

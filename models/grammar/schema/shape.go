@@ -383,7 +383,7 @@ func lacking(l located, name string) *shape {
 // dependency is the objects with a property and what that asks for.
 func (c *compiler) dependency(l located, keyword, name string, v any) ([]*shape, error) {
 	present := newShape(l.path)
-	present.types, present.stated, present.required = isObject, true, []string{name}
+	present.types, present.stated, present.implied, present.required = isObject, true, isObject, []string{name}
 	if _, isList := v.([]any); isList == (keyword == "dependentSchemas") && keyword != "dependencies" {
 		return nil, l.fail(keyword, "%s must have a %s", strconv.Quote(name), map[bool]string{true: "schema", false: "list of names"}[isList])
 	}
