@@ -127,6 +127,10 @@ func TestCompile(t *testing.T) {
 			[]string{`{"card":1}`},
 		},
 		{`{"enum": [{"card": 1}, {"card": 1, "street": null}, {}], "dependentRequired": {"card": ["street"]}}`, []string{`{"card":1,"street":null}`, `{}`}, []string{`{"card":1}`}},
+		// Numbers with many digits are equal, and whole, by what they are.
+		{`{"oneOf": [{"const": 1e20}, {"enum": [10e19, 2]}]}`, []string{`2`}, []string{`1e20`, `10e19`}},
+		{`{"enum": [1e50, 3, 25e-1, 1e-50], "not": {"type": "integer"}}`, []string{`25e-1`, `1e-50`}, []string{`1e50`, `3`}},
+		{`{"allOf": [{"enum": [{"a": [1e50, 0], "b": "x"}]}, {"const": {"b": "x", "a": [1.0e+50, -0.0]}}]}`, []string{`{"a":[1e50,0],"b":"x"}`}, nil},
 		// Sets and dictionaries of pydantic, records of zod.
 		{`{"type": "array", "items": {"enum": ["x", "y", 1]}, "uniqueItems": true, "minItems": 1}`, []string{`["x"]`, `["y", "x"]`, `[1,"x","y"]`}, []string{`[]`, `["x","x"]`, `["x",1,"x"]`, `["z"]`}},
 		{`{"type": "array", "items": {"type": "string"}, "uniqueItems": true, "maxItems": 1}`, []string{`["x"]`, `[]`}, []string{`["x","y"]`}},
@@ -205,6 +209,7 @@ func TestRefused(t *testing.T) {
 		`{"type": "array", "items": [{}], "prefixItems": [{}]}`:                                        "it must be one schema beside prefixItems",
 		`{"propertyNames": {"pattern": "("}}`:                                                          "pattern at #/propertyNames: missing",
 		`{"oneOf": [{"type": "object"}, {"type": "object", "properties": {"a": {"multipleOf": 2}}}], "discriminator": {"propertyName": "a"}}`: "multipleOf at #/oneOf/1/properties/a: it is not supported within not or if, or in a oneOf whose schemas may both fit",
+		`{"oneOf": [{"const": 1e50}, {"enum": [10e49, 2]}]}`: "what would distinguish them here: enum at #/oneOf/1: 10e49 has more than 40 digits",
 		`{"minimum": "1"}`:  "minimum at #: it must be a number",
 		`{"maxLength": -1}`: "not negative",
 		`{"enum": 1}`:       "it must be a list",

@@ -614,15 +614,20 @@ func (s *shape) readTypes(l located, v any, nullable bool) error {
 
 // restrict has a value be one of a list.
 func (s *shape) restrict(values []any) {
-	if s.hasEnum {
-		s.enum = slices.DeleteFunc(slices.Clone(s.enum), func(v any) bool { return !has(values, v) })
+	if !s.hasEnum {
+		s.hasEnum, s.enum = true, values
 		return
 	}
-	s.hasEnum, s.enum = true, values
+	s.enum = common(s.enum, values)
 }
 
-func has(values []any, v any) bool {
-	return slices.ContainsFunc(values, func(w any) bool { return equal(v, w) })
+// common is the values of a list that are in another one, too.
+func common(list, others []any) []any {
+	in := make(map[string]bool, len(others))
+	for _, v := range others {
+		in[identity(v)] = true
+	}
+	return slices.DeleteFunc(slices.Clone(list), func(v any) bool { return !in[identity(v)] })
 }
 
 // typeOf a value.
@@ -633,7 +638,7 @@ func typeOf(v any) types {
 	case bool:
 		return isBoolean
 	case json.Number:
-		if d, err := parseDecimal(v); err == nil && d.part == "" {
+		if _, exponent := scientific(v); exponent >= 0 {
 			return isInteger
 		}
 		return isFraction
@@ -859,7 +864,7 @@ func (c *compiler) disjoint(a, b *shape, of types, depth int) bool {
 		return false
 	}
 	if a.hasEnum && b.hasEnum {
-		return !slices.ContainsFunc(a.enum, func(v any) bool { return of&typeOf(v) != 0 && has(b.enum, v) })
+		return !slices.ContainsFunc(common(a.enum, b.enum), func(v any) bool { return of&typeOf(v) != 0 })
 	}
 	for t := isNull; t <= isObject; t <<= 1 {
 		if of&t == 0 {
