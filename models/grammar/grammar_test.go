@@ -87,7 +87,7 @@ func TestRegex(t *testing.T) {
 	}
 	for pattern, want := range map[string]string{
 		`(a(?=b)b)*`: "lookahead", `((?!a)b){2}`: "lookahead", `(?=a`: "has no end", `(?i)(?=a)b`: "flags", `(?=(?<=a)b)b`: "lookbehind", `(^a|b)(?=c)`: "anchor (^) in some", `(?=^a)b`: "anchor (^) in a lookahead", `^b(?=^a)`: "anchor (^) in a lookahead",
-		strings.Repeat("(?=a)", maxLookaheads+1): "more than 32", strings.Repeat("(?=", 6) + strings.Repeat(")", 6): "deep", `(?<!a)b`: "lookbehind", `(a)\1`: `backreferences (\1)`, `a\b`: "word boundaries", `a^b`: "anchor (^)",
+		strings.Repeat("(?=a)", maxLookaheads+1): "more than 32", strings.Repeat("(?=", 6) + strings.Repeat(")", 6): "deep", `(?<!a)b`: "lookbehind", `(a)\1`: `backreferences (\1)`, `a\b`: "word boundaries", `a^b`: "anchor (^)", `$^`: "anchor (^)", `^$^`: "anchor (^)",
 		`(a$)+`: "anchor ($)", `(?m)^a$`: "anchors of lines", `a(`: "missing closing )", strings.Repeat("a", maxPattern+1): "the maximum is", "\xff": "UTF-8",
 		`[`: "missing closing ]",
 	} {

@@ -210,7 +210,8 @@ func (p *Pattern) checkAnchors(re *syntax.Regexp, first, last, repeated bool) er
 		p.looks = p.looks || !last
 	case syntax.OpConcat:
 		for i, sub := range re.Sub {
-			if err := p.checkAnchors(sub, first && !slices.ContainsFunc(re.Sub[:i], p.advances), last && !slices.ContainsFunc(re.Sub[i+1:], p.advances), repeated); err != nil {
+			behind := slices.ContainsFunc(re.Sub[:i], func(s *syntax.Regexp) bool { return s.Op == syntax.OpEndText || p.advances(s) })
+			if err := p.checkAnchors(sub, first && !behind, last && !slices.ContainsFunc(re.Sub[i+1:], p.advances), repeated); err != nil {
 				return err
 			}
 		}
