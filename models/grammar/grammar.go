@@ -257,16 +257,16 @@ func (w *walk) maskAlone(n int32) *nodeMask {
 // warmWalks is how many masks that take a walk through all of the vocabulary Warm computes, at about 2 ms each.
 const warmWalks = 48
 
-// Warm computes masks that take long, some 0.1 s of them, so that no step waits for these, and the first one.
+// Warm computes masks that take long, some 0.1 s of them, so that no step waits for these, and the first one. Of an
+// ambiguous grammar it looks at as many configurations as one mask may, since each of its nodes can take that many.
 func (g *Grammar) Warm() {
 	g.Matcher().Mask()
 	all := len(g.v.nodes)
 	m, w := &nodeMask{bits: make([]uint32, g.v.words)}, walk{g: g}
-	for n, budget := 0, warmWalks*all; n < len(g.alone) && budget > 0; n++ {
+	for n, budget := 0, warmWalks*all; n < len(g.alone) && budget > 0 && w.work <= maxMaskWork; n++ {
 		if len(g.a.nodes[n].edges) == 0 || g.alone[n].Load() != nil {
 			continue
 		}
-		w.work = 0
 		visited := w.all(g.a.alone(int32(n)), m)
 		if budget -= visited; visited < all/16 || w.work > maxMaskWork {
 			clear(m.bits)

@@ -2,6 +2,8 @@ package grammar
 
 import (
 	"errors"
+	"fmt"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -68,5 +70,34 @@ func TestAmbiguous(t *testing.T) {
 		if kept += len(g.a.frames); kept != g.a.kept || kept > maxKept+9*maxConfigs {
 			t.Fatalf("%d configurations and frames are kept, and %d counted", kept, g.a.kept)
 		}
+	}
+}
+
+// TestWarmAmbiguous: masks that are computed ahead take no longer in all than one may, also where the rules of which each
+// takes long are many.
+func TestWarmAmbiguous(t *testing.T) {
+	var b strings.Builder
+	b.WriteString("root ::= \"0\"")
+	for i := range 8 {
+		fmt.Fprintf(&b, " | \"%d\" s%d", i, i)
+	}
+	for i := range 8 {
+		_, rules, _ := strings.Cut(ambiguous, "\n")
+		b.WriteString("\n" + regexp.MustCompile(`\b[st]\b`).ReplaceAllString(rules, fmt.Sprintf("${0}%d", i)))
+	}
+	e, err := ParseGBNF(b.String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	g, err := New(e, letters(3000))
+	if err != nil {
+		t.Fatal(err)
+	}
+	g.Warm()
+	if err := g.Err(); err != nil {
+		t.Error(err)
+	}
+	if n := g.a.lastID; n > maxMaskWork {
+		t.Errorf("%d frames were made", n)
 	}
 }
