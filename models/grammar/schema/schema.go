@@ -134,6 +134,7 @@ type compiler struct {
 	depth      int
 	reads      int // of schemas
 	looked     int // reads for contradictions
+	merged     int // pairs of names that merges compared
 	enums      int // beside other keywords
 	enumWork   int // of their grammars
 	patterns   map[string]namePattern
@@ -362,12 +363,12 @@ func (c *compiler) fitting(s *shape) ([]any, error) {
 		if c.enums++; c.enums > maxEnumSchemas {
 			return nil, located{path: s.path}.fail("enum", "more than %d of them are beside other keywords", maxEnumSchemas)
 		}
-		strict.reads, strict.enums, strict.enumWork, strict.nameWork, strict.patterns, strict.looked = c.reads, c.enums, c.enumWork, c.nameWork, c.patterns, c.looked
+		strict.reads, strict.enums, strict.enumWork, strict.nameWork, strict.patterns, strict.looked, strict.merged = c.reads, c.enums, c.enumWork, c.nameWork, c.patterns, c.looked, c.merged
 		e, err := strict.alternative(&rest)
 		if err != nil {
 			return nil, err
 		}
-		c.reads, c.enums, c.enumWork, c.nameWork, c.looked = strict.reads, strict.enums, strict.enumWork, strict.nameWork, strict.looked
+		c.reads, c.enums, c.enumWork, c.nameWork, c.looked, c.merged = strict.reads, strict.enums, strict.enumWork, strict.nameWork, strict.looked, strict.merged
 		if c.enumWork > grammar.MaxWork {
 			return nil, located{path: s.path}.fail("enum", "the keywords beside this and other enums need too many states together: lower their numbers (minItems, maxItems, {m,n}), or leave them out")
 		}

@@ -272,6 +272,21 @@ func TestTooLarge(t *testing.T) {
 	}
 }
 
+// TestManyAlternatives: alternatives of which most do not hold together are refused where comparing them takes too long,
+// here minutes. None of the other limits counts those.
+func TestManyAlternatives(t *testing.T) {
+	var values, names []string
+	for i := range 200 {
+		values = append(values, fmt.Sprintf(`{"$ref": "#/$defs/names", "const": %d}`, i))
+		names = append(names, fmt.Sprintf(`"%d": {}`, i))
+	}
+	_, err := schema.Compile([]byte(`{"$defs": {"names": {"properties": {`+strings.Join(names, ", ")+`}}, "value": {"anyOf": [`+strings.Join(values, ", ")+`]}},
+		"items": {"allOf": [`+strings.Repeat(`{"$ref": "#/$defs/value"}, `, 38)+`{}]}}`), schema.Options{})
+	if err == nil || !strings.HasPrefix(err.Error(), "at #/items: its keywords with alternatives") || !strings.Contains(err.Error(), "take too long to compare") {
+		t.Errorf("error %v", err)
+	}
+}
+
 // TestManyEnums: enums beside keywords that need many states, each of which would take half a second, have one limit
 // together, also where nothing fits them.
 func TestManyEnums(t *testing.T) {

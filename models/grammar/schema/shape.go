@@ -152,6 +152,9 @@ const (
 	maxEnumSchemas  = 1 << 8  // enums beside other keywords
 	maxNotNumbers   = 16      // numbers that a value is not
 	maxNamePatterns = 4       // of one object
+	maxMerged       = 1 << 28 // pairs of names that merges compare: a second or two
+	mergeCost       = 1 << 7  // of one merge, in such pairs
+	valueCost       = 1 << 6  // of a value of an enum, or an item of prefixItems
 )
 
 func newShape(path string) *shape {
@@ -252,6 +255,9 @@ func (c *compiler) both(l located, list, others []*shape) ([]*shape, error) {
 		for _, b := range others {
 			if m := c.merge(a, b); m != nil && !c.contradicts(m) {
 				joined = append(joined, m)
+			}
+			if c.merged > maxMerged {
+				return nil, l.fail("", "its keywords with alternatives (anyOf, oneOf, not, if, dependentRequired, ...) and those beside them take too long to compare: give it fewer alternatives, or shorter lists of properties and of enum")
 			}
 			if len(joined) > maxAlternatives {
 				return nil, l.fail("", "its keywords with alternatives (anyOf, oneOf, not, if, dependentRequired, ...) give more than %d together", maxAlternatives)
@@ -694,8 +700,16 @@ func (s *shape) readBound(l located, o *object, keyword string) error {
 	return nil
 }
 
-// merge is what fits both shapes; nil: nothing can.
+// merge is what fits both shapes; nil: nothing can, or c.merged is spent, of which both reports the error.
 func (c *compiler) merge(a, b *shape) *shape {
+	names := func(s *shape) int { return len(s.properties) + len(s.required) + len(s.notStrings) + len(s.enum) }
+	c.merged += mergeCost + names(a)*names(b) + len(a.required)*len(a.properties) + valueCost*max(len(a.prefix), len(b.prefix))
+	if a.hasEnum && b.hasEnum {
+		c.merged += valueCost*(len(a.enum)+len(b.enum)) - len(a.enum)*len(b.enum)
+	}
+	if c.merged > maxMerged {
+		return nil
+	}
 	path := a.path
 	if !a.stated && a.implied == 0 && !a.hasEnum { // a says nothing but has alternatives
 		path = b.path
@@ -864,6 +878,7 @@ func (c *compiler) disjoint(a, b *shape, of types, depth int) bool {
 		return false
 	}
 	if a.hasEnum && b.hasEnum {
+		c.merged += valueCost * (len(a.enum) + len(b.enum))
 		return !slices.ContainsFunc(common(a.enum, b.enum), func(v any) bool { return of&typeOf(v) != 0 })
 	}
 	for t := isNull; t <= isObject; t <<= 1 {
