@@ -236,7 +236,7 @@ func (c *compiler) value(of all) (grammar.Expr, error) {
 	for i, l := range of {
 		paths[i] = l.path
 	}
-	key := strings.Join(paths, " ")
+	key := strings.Join(paths, " ~ ") // which no path has
 	if r := c.rules[key]; r != nil {
 		return r, nil
 	}

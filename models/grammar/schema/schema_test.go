@@ -131,6 +131,11 @@ func TestCompile(t *testing.T) {
 		{`{"oneOf": [{"const": 1e20}, {"enum": [10e19, 2]}]}`, []string{`2`}, []string{`1e20`, `10e19`}},
 		{`{"enum": [1e50, 3, 25e-1, 1e-50], "not": {"type": "integer"}}`, []string{`25e-1`, `1e-50`}, []string{`1e50`, `3`}},
 		{`{"allOf": [{"enum": [{"a": [1e50, 0], "b": "x"}]}, {"const": {"b": "x", "a": [1.0e+50, -0.0]}}]}`, []string{`{"a":[1e50,0],"b":"x"}`}, nil},
+		// A name that looks like the place of another schema.
+		{
+			`{"type": "object", "if": {"properties": {"a": {"const": 1}, "a (not)": {"const": 1}}, "required": ["a"]}, "then": {"required": ["b"]}, "properties": {"b": {"type": "null"}}}`,
+			[]string{`{"b":null,"a":1}`, `{"a":2}`, `{}`}, []string{`{"a":1}`},
+		},
 		// Sets and dictionaries of pydantic, records of zod.
 		{`{"type": "array", "items": {"enum": ["x", "y", 1]}, "uniqueItems": true, "minItems": 1}`, []string{`["x"]`, `["y", "x"]`, `[1,"x","y"]`}, []string{`[]`, `["x","x"]`, `["x",1,"x"]`, `["z"]`}},
 		{`{"type": "array", "items": {"type": "string"}, "uniqueItems": true, "maxItems": 1}`, []string{`["x"]`, `[]`}, []string{`["x","y"]`}},

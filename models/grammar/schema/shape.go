@@ -130,7 +130,8 @@ type contains struct {
 // negation is the value of a schema that holds where another one does not.
 type negation struct{ of located }
 
-func not(l located) located { return located{negation{l}, l.path + " (not)"} }
+// not is the schema of what does not fit another one. Its path is that of no other schema, since names have no ~( in paths.
+func not(l located) located { return located{negation{l}, l.path + " ~(not)"} }
 
 // ignored are keywords that restrict nothing, and those that others read.
 var ignored = []string{
@@ -382,7 +383,7 @@ func (c *compiler) dependencies(l located, keyword string, v any) ([]*shape, err
 func lacking(l located, name string) *shape {
 	s := newShape(l.path)
 	s.types, s.stated, s.implied = isObject, true, isObject
-	s.properties = []property{{name, all{{false, l.path + " (without " + name + ")"}}}}
+	s.properties = []property{{name, all{{false, l.path + " ~(without " + name + ")"}}}}
 	return s
 }
 
