@@ -196,6 +196,7 @@ func TestRefused(t *testing.T) {
 		`{"patternProperties": 1}`:                                             "patternProperties at #: it must be an object",
 		`{"patternProperties": {"a": {}, "b": {}, "c": {}, "d": {}, "e": {}}}`: "patternProperties at #: more than 4 patterns",
 		`{"type": "object", "minProperties": 2}`:                               "minProperties at #: it is not supported above the number of properties and one",
+		`{"uniqueItems": "true"}`:                                              "uniqueItems at #: it must be true or false",
 		`{"uniqueItems": true}`:                                                "uniqueItems at #: it is supported where items have few values",
 		`{"uniqueItems": true, "items": {"enum": [1,2,3,4,5,6,7,8,9,10,11,12,13]}}`: "uniqueItems at #: its items have 13 values",
 		`{"contains": {}, "minContains": 2000}`:                                     "contains at #: it is not supported beside so large numbers",

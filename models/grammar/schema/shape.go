@@ -450,8 +450,12 @@ func (c *compiler) plain(l located, o *object) (*shape, error) {
 			s.implied |= isObject
 			err = count(l, keyword, v, map[string]*int{"minProperties": &s.minProperties, "maxProperties": &s.maxProperties}[keyword])
 		case "uniqueItems":
+			unique, ok := v.(bool)
+			if !ok {
+				return nil, l.fail(keyword, "it must be true or false")
+			}
 			s.implied |= isArray
-			s.unique = v == true
+			s.unique = unique
 		case "contains":
 			s.implied |= isArray
 			in := contains{located{v, l.at(keyword)}, 1, -1}
