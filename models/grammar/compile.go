@@ -313,31 +313,36 @@ func (c *compiler) join(edges []edge, marks []bool, intern func([]int32) int32) 
 		return nil
 	}
 	c.spend(len(edges))
-	bounds := make([]int, 0, 2*len(edges))
+	slices.SortFunc(edges, func(a, b edge) int { return cmp.Compare(a.lo, b.lo) })
+	var bounds [257]bool
 	for _, e := range edges {
-		bounds = append(bounds, int(e.lo), int(e.hi)+1)
+		bounds[e.lo], bounds[int(e.hi)+1] = true, true
 	}
-	slices.Sort(bounds)
-	bounds = slices.Compact(bounds)
-	var out []edge
+	var out, active []edge // active are those that read lo
 	var targets []int32
-	for i := range len(bounds) - 1 {
-		lo, hi := bounds[i], bounds[i+1]-1
-		targets = targets[:0]
-		for _, e := range edges {
-			if int(e.lo) <= lo && hi <= int(e.hi) {
-				targets = append(targets, e.to)
-			}
+	for lo, next := 0, 0; lo < 256; {
+		hi := lo
+		for hi < 255 && !bounds[hi+1] {
+			hi++
 		}
-		if len(targets) == 0 {
+		active = slices.DeleteFunc(active, func(e edge) bool { return int(e.hi) < lo })
+		for ; next < len(edges) && int(edges[next].lo) == lo; next++ {
+			active = append(active, edges[next])
+		}
+		targets = targets[:0]
+		for _, e := range active {
+			targets = append(targets, e.to)
+		}
+		from := lo
+		if lo = hi + 1; len(targets) == 0 {
 			continue
 		}
 		to := intern(c.closure(targets, marks))
-		if n := len(out); n > 0 && out[n-1].to == to && int(out[n-1].hi)+1 == lo {
+		if n := len(out); n > 0 && out[n-1].to == to && int(out[n-1].hi)+1 == from {
 			out[n-1].hi = byte(hi)
 			continue
 		}
-		out = append(out, edge{byte(lo), byte(hi), to})
+		out = append(out, edge{byte(from), byte(hi), to})
 	}
 	return out
 }
