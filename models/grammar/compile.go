@@ -2,6 +2,7 @@ package grammar
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"maps"
@@ -20,6 +21,7 @@ const (
 	maxNodes     = 1 << 16 // states of the deterministic ones
 	maxNesting   = 1 << 10 // of expressions
 	maxWork      = MaxWork // states that are looked at
+	checkEvery   = 1 << 16 // of them, whether the context is done: some ms
 	// inlineSize is the maximum size of a rule that is copied to where it is called: tokens that leave a rule cost more.
 	inlineSize = 512
 )
@@ -63,17 +65,22 @@ type compiler struct {
 	called map[*Rule]string
 	depth  int
 	work   int
+	ctx    context.Context // of the request; compilation ends with it
 	err    error
 }
 
-func newCompiler() *compiler {
-	return &compiler{starts: map[*Rule]int32{}, sizes: map[*Rule]int{}, machines: map[*intersection]machine{}, index: map[string]int32{}, called: map[*Rule]string{}}
+func newCompiler(ctx context.Context) *compiler {
+	return &compiler{ctx: ctx, starts: map[*Rule]int32{}, sizes: map[*Rule]int{}, machines: map[*intersection]machine{}, index: map[string]int32{}, called: map[*Rule]string{}}
 }
 
 // spend counts states that are looked at.
 func (c *compiler) spend(states int) {
+	before := c.work
 	if c.work += states; c.work > maxWork {
 		c.tooLarge()
+	}
+	if c.work/checkEvery != before/checkEvery && c.ctx.Err() != nil {
+		c.fail(context.Cause(c.ctx))
 	}
 }
 
@@ -128,9 +135,9 @@ type ruleCall struct {
 }
 
 // compile returns the nodes of a grammar, of which the first one is the start, and the places that they refer to.
-func compile(root Expr) (nodes []node, places []string, work int, err error) {
+func compile(ctx context.Context, root Expr) (nodes []node, places []string, work int, err error) {
 	top := &Rule{Name: "root", Body: root}
-	c := newCompiler()
+	c := newCompiler(ctx)
 	c.start(top)
 	for len(c.queue) > 0 && c.err == nil {
 		r := c.queue[0]

@@ -1,6 +1,7 @@
 package grammar
 
 import (
+	"context"
 	"errors"
 	"slices"
 	"sync"
@@ -36,16 +37,17 @@ type nodeMask struct {
 
 // New compiles a grammar. Without a vocabulary it can match texts, and has no masks.
 func New(root Expr, v *Vocabulary) (*Grammar, error) {
-	g, _, err := NewCounted(root, v)
+	g, _, err := NewCounted(context.Background(), root, v)
 	return g, err
 }
 
 // MaxWork is the number of states that a compilation looks at, at most: some seconds.
 const MaxWork = 1 << 26
 
-// NewCounted is New, and returns how many states it has looked at, with an error too.
-func NewCounted(root Expr, v *Vocabulary) (g *Grammar, work int, err error) {
-	nodes, places, work, err := compile(root)
+// NewCounted is New, and returns how many states it has looked at, with an error too. Once the context is done it ends
+// with the cause of that.
+func NewCounted(ctx context.Context, root Expr, v *Vocabulary) (g *Grammar, work int, err error) {
+	nodes, places, work, err := compile(ctx, root)
 	if err != nil {
 		return nil, work, err
 	}

@@ -1,6 +1,7 @@
 package grammar
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"regexp"
@@ -99,5 +100,25 @@ func TestWarmAmbiguous(t *testing.T) {
 	}
 	if n := g.a.lastID; n > maxMaskWork {
 		t.Errorf("%d frames were made", n)
+	}
+}
+
+// TestCancelled: a compilation ends soon after its context does, with the cause of that.
+func TestCancelled(t *testing.T) {
+	gone := errors.New("gone")
+	ctx, cancel := context.WithCancelCause(t.Context())
+	cancel(gone)
+	for _, pattern := range []string{`([ac]|b)*a[abc]{15}`, `(?=(a|b)*a(a|b){14})(?=(a|b)*b(a|b){9}c).*`} {
+		e, err := Regex(pattern)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, work, err := NewCounted(ctx, e, nil)
+		if !errors.Is(err, gone) || work > 4*checkEvery {
+			t.Errorf("%s: error %v after %d states", pattern, err, work)
+		}
+		if _, work, err = NewCounted(t.Context(), e, nil); errors.Is(err, gone) || work < 8*checkEvery {
+			t.Errorf("%s: error %v after %d states", pattern, err, work)
+		}
 	}
 }

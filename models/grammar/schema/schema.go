@@ -1,6 +1,7 @@
 package schema
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net/url"
@@ -22,6 +23,17 @@ type Options struct {
 	// Open lets objects that declare properties and do not say additionalProperties have others, and values without a
 	// type be of any, as the specification has it.
 	Open bool
+	// Context is that of the request: once it is done, what is being compiled ends with its cause. Default: never.
+	Context context.Context
+	// Work counts what compilations take. Those that share one take as long together as one alone may. Default: its own.
+	Work *Work
+}
+
+// Work is what compilations have taken so far.
+type Work struct {
+	// States of grammars that were looked at, at most grammar.MaxWork. Callers may add those that they have compiled.
+	States int
+	merged int // pairs of names that merges compared
 }
 
 // someSpace is the default of Options.Space.
@@ -134,15 +146,18 @@ type compiler struct {
 	depth      int
 	reads      int // of schemas
 	looked     int // reads for contradictions
-	merged     int // pairs of names that merges compared
 	enums      int // beside other keywords
-	enumWork   int // of their grammars
 	patterns   map[string]namePattern
-	nameWork   int // of the grammars of names
 }
 
 func newCompiler(root any, o Options) *compiler {
 	c := &compiler{root: root, o: o, rules: map[string]*grammar.Rule{}, strings: map[string]*grammar.Rule{}, open: map[string]bool{}, patterns: map[string]namePattern{}, space: o.Space}
+	if c.o.Work == nil {
+		c.o.Work = &Work{}
+	}
+	if c.o.Context == nil {
+		c.o.Context = context.Background()
+	}
 	switch {
 	case o.Compact:
 		c.space = grammar.Seq()
@@ -357,25 +372,27 @@ func (c *compiler) fitting(s *shape) ([]any, error) {
 	rest := *s
 	rest.hasEnum, rest.enum, rest.stated = false, nil, true
 	rest.minLength, rest.maxLength = 0, -1 // compared below, without an automaton
-	strict := newCompiler(c.root, Options{Compact: true, Open: true})
+	strict := newCompiler(c.root, Options{Compact: true, Open: true, Context: c.o.Context, Work: c.o.Work})
 	var fits *grammar.Grammar
 	if s.implied != 0 {
 		if c.enums++; c.enums > maxEnumSchemas {
 			return nil, located{path: s.path}.fail("enum", "more than %d of them are beside other keywords", maxEnumSchemas)
 		}
-		strict.reads, strict.enums, strict.enumWork, strict.nameWork, strict.patterns, strict.looked, strict.merged = c.reads, c.enums, c.enumWork, c.nameWork, c.patterns, c.looked, c.merged
+		strict.reads, strict.enums, strict.patterns, strict.looked = c.reads, c.enums, c.patterns, c.looked
 		e, err := strict.alternative(&rest)
 		if err != nil {
 			return nil, err
 		}
-		c.reads, c.enums, c.enumWork, c.nameWork, c.looked, c.merged = strict.reads, strict.enums, strict.enumWork, strict.nameWork, strict.looked, strict.merged
-		if c.enumWork > grammar.MaxWork {
+		c.reads, c.enums, c.looked = strict.reads, strict.enums, strict.looked
+		if c.o.Work.States > grammar.MaxWork {
 			return nil, located{path: s.path}.fail("enum", "the keywords beside this and other enums need too many states together: lower their numbers (minItems, maxItems, {m,n}), or leave them out")
 		}
 		var work int
-		fits, work, err = grammar.NewCounted(e, nil)
-		c.enumWork += work
+		fits, work, err = grammar.NewCounted(c.o.Context, e, nil)
+		c.o.Work.States += work
 		switch {
+		case c.o.Context.Err() != nil:
+			return nil, err
 		case errors.Is(err, grammar.ErrTooLarge):
 			return nil, located{path: s.path}.fail("enum", "the keywords beside it need too many states: lower their numbers (minItems, maxItems, {m,n}), or leave them out")
 		case errors.Is(err, grammar.ErrNoText):

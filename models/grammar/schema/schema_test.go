@@ -2,6 +2,7 @@ package schema_test
 
 import (
 	"bufio"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -278,17 +279,61 @@ func TestTooLarge(t *testing.T) {
 	}
 }
 
-// TestManyAlternatives: alternatives of which most do not hold together are refused where comparing them takes too long,
-// here minutes. None of the other limits counts those.
-func TestManyAlternatives(t *testing.T) {
+// manyAlternatives is a schema of which comparing the alternatives would take minutes. Most of them do not hold together.
+func manyAlternatives() []byte {
 	var values, names []string
 	for i := range 200 {
 		values = append(values, fmt.Sprintf(`{"$ref": "#/$defs/names", "const": %d}`, i))
 		names = append(names, fmt.Sprintf(`"%d": {}`, i))
 	}
-	_, err := schema.Compile([]byte(`{"$defs": {"names": {"properties": {`+strings.Join(names, ", ")+`}}, "value": {"anyOf": [`+strings.Join(values, ", ")+`]}},
-		"items": {"allOf": [`+strings.Repeat(`{"$ref": "#/$defs/value"}, `, 38)+`{}]}}`), schema.Options{})
+	return []byte(`{"$defs": {"names": {"properties": {` + strings.Join(names, ", ") + `}}, "value": {"anyOf": [` + strings.Join(values, ", ") + `]}},
+		"items": {"allOf": [` + strings.Repeat(`{"$ref": "#/$defs/value"}, `, 38) + `{}]}}`)
+}
+
+// TestManyAlternatives: what comparing alternatives takes has a limit, which several schemas can share.
+func TestManyAlternatives(t *testing.T) {
+	o := schema.Options{Work: &schema.Work{}}
+	_, err := schema.Compile(manyAlternatives(), o)
 	if err == nil || !strings.HasPrefix(err.Error(), "at #/items: its keywords with alternatives") || !strings.Contains(err.Error(), "take too long to compare") {
+		t.Errorf("error %v", err)
+	}
+	const small = `{"anyOf": [{"type": "null"}, {"type": "string"}]}`
+	if _, err := schema.Compile([]byte(small), o); err == nil || !strings.Contains(err.Error(), "take too long to compare") {
+		t.Errorf("error %v of another schema", err)
+	}
+	if _, err := schema.Compile([]byte(small), schema.Options{}); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestSharedStates: so has what the grammars take that a compilation needs itself.
+func TestSharedStates(t *testing.T) {
+	for text, want := range map[string]string{
+		`{"enum": ["a"], "pattern": "a"}`:  "enum at #: the keywords beside this and other enums need too many states together",
+		`{"patternProperties": {"a": {}}}`: `patternProperties at #: "a": it needs too many states`,
+	} {
+		if _, err := schema.Compile([]byte(text), schema.Options{Work: &schema.Work{}}); err != nil {
+			t.Errorf("%s: %v", text, err)
+		}
+		if _, err := schema.Compile([]byte(text), schema.Options{Work: &schema.Work{States: grammar.MaxWork + 1}}); err == nil || !strings.HasPrefix(err.Error(), want) {
+			t.Errorf("%s: %v, want an error with %q", text, err, want)
+		}
+	}
+}
+
+// TestCancelled: a compilation ends with its context.
+func TestCancelled(t *testing.T) {
+	ctx, cancel := context.WithCancelCause(t.Context())
+	gone := errors.New("gone")
+	cancel(gone)
+	o := schema.Options{Context: ctx, Work: &schema.Work{}}
+	if _, err := schema.Compile(manyAlternatives(), o); !errors.Is(err, gone) {
+		t.Errorf("error %v", err)
+	}
+	if _, err := schema.Compile([]byte(`{"enum": ["a"], "pattern": "([ac]|b)*a[abc]{15}"}`), o); !errors.Is(err, gone) {
+		t.Errorf("error %v", err)
+	}
+	if _, err := schema.Compile([]byte(`{"patternProperties": {"([ac]|b)*a[abc]{15}": {}}}`), o); err == nil || !strings.HasSuffix(err.Error(), "gone") {
 		t.Errorf("error %v", err)
 	}
 }

@@ -1,6 +1,7 @@
 package schema
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -257,7 +258,10 @@ func (c *compiler) both(l located, list, others []*shape) ([]*shape, error) {
 			if m := c.merge(a, b); m != nil && !c.contradicts(m) {
 				joined = append(joined, m)
 			}
-			if c.merged > maxMerged {
+			if c.o.Context.Err() != nil {
+				return nil, context.Cause(c.o.Context)
+			}
+			if c.o.Work.merged > maxMerged {
 				return nil, l.fail("", "its keywords with alternatives (anyOf, oneOf, not, if, dependentRequired, ...) and those beside them take too long to compare: give it fewer alternatives, or shorter lists of properties and of enum")
 			}
 			if len(joined) > maxAlternatives {
@@ -585,11 +589,11 @@ func (c *compiler) readPatterned(s *shape, l located, v any) error {
 
 // matcher says whether a name fits the expression of keys. All of them together take as long as one grammar may.
 func (c *compiler) matcher(keys grammar.Expr) (func(name string) bool, error) {
-	if c.nameWork > grammar.MaxWork {
+	if c.o.Work.States > grammar.MaxWork {
 		return nil, grammar.ErrTooLarge
 	}
-	g, work, err := grammar.NewCounted(keys, nil)
-	if c.nameWork += work; c.nameWork > grammar.MaxWork {
+	g, work, err := grammar.NewCounted(c.o.Context, keys, nil)
+	if c.o.Work.States += work; c.o.Work.States > grammar.MaxWork && c.o.Context.Err() == nil {
 		err = grammar.ErrTooLarge
 	}
 	switch {
@@ -705,14 +709,15 @@ func (s *shape) readBound(l located, o *object, keyword string) error {
 	return nil
 }
 
-// merge is what fits both shapes; nil: nothing can, or c.merged is spent, of which both reports the error.
+// merge is what fits both shapes; nil: nothing can, or there is no time left, of which both reports the error.
 func (c *compiler) merge(a, b *shape) *shape {
 	names := func(s *shape) int { return len(s.properties) + len(s.required) + len(s.notStrings) + len(s.enum) }
-	c.merged += mergeCost + names(a)*names(b) + len(a.required)*len(a.properties) + valueCost*max(len(a.prefix), len(b.prefix))
+	merged := &c.o.Work.merged
+	*merged += mergeCost + names(a)*names(b) + len(a.required)*len(a.properties) + valueCost*max(len(a.prefix), len(b.prefix))
 	if a.hasEnum && b.hasEnum {
-		c.merged += valueCost*(len(a.enum)+len(b.enum)) - len(a.enum)*len(b.enum)
+		*merged += valueCost*(len(a.enum)+len(b.enum)) - len(a.enum)*len(b.enum)
 	}
-	if c.merged > maxMerged {
+	if *merged > maxMerged || c.o.Context.Err() != nil {
 		return nil
 	}
 	path := a.path
@@ -883,7 +888,7 @@ func (c *compiler) disjoint(a, b *shape, of types, depth int) bool {
 		return false
 	}
 	if a.hasEnum && b.hasEnum {
-		c.merged += valueCost * (len(a.enum) + len(b.enum))
+		c.o.Work.merged += valueCost * (len(a.enum) + len(b.enum))
 		return !slices.ContainsFunc(common(a.enum, b.enum), func(v any) bool { return of&typeOf(v) != 0 })
 	}
 	for t := isNull; t <= isObject; t <<= 1 {

@@ -22,8 +22,8 @@ func Supported(data []byte, o Options) ([]byte, error) {
 	for range maxUnsupported + 1 {
 		_, err = c.value(all{{root, "#"}})
 		// All of them together take as long as one compilation may.
-		again := newCompiler(root, o)
-		again.enums, again.enumWork, again.nameWork, again.patterns, again.merged = c.enums, c.enumWork, c.nameWork, c.patterns, c.merged
+		again := newCompiler(root, c.o)
+		again.enums, again.patterns = c.enums, c.patterns
 		c = again
 		var bad *Error
 		if err == nil || !errors.As(err, &bad) || bad.Keyword == "" || !remove(root, bad.Path, bad.Keyword) {
