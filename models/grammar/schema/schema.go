@@ -2,7 +2,6 @@ package schema
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"net/url"
 	"slices"
@@ -146,12 +145,14 @@ type compiler struct {
 	depth      int
 	reads      int // of schemas
 	looked     int // reads for contradictions
-	enums      int // beside other keywords
 	patterns   map[string]namePattern
+	// alternatives are those of schemas that values of an enum were compared with, by their key; matchers those of strings.
+	alternatives map[string][]*shape
+	matchers     map[string]func(string) bool
 }
 
 func newCompiler(root any, o Options) *compiler {
-	c := &compiler{root: root, o: o, rules: map[string]*grammar.Rule{}, strings: map[string]*grammar.Rule{}, open: map[string]bool{}, patterns: map[string]namePattern{}, space: o.Space}
+	c := &compiler{root: root, o: o, rules: map[string]*grammar.Rule{}, strings: map[string]*grammar.Rule{}, open: map[string]bool{}, patterns: map[string]namePattern{}, alternatives: map[string][]*shape{}, matchers: map[string]func(string) bool{}, space: o.Space}
 	if c.o.Work == nil {
 		c.o.Work = &Work{}
 	}
@@ -247,11 +248,7 @@ func (c *compiler) value(of all) (grammar.Expr, error) {
 	if len(of) == 0 {
 		return c.any(), nil
 	}
-	paths := make([]string, len(of))
-	for i, l := range of {
-		paths[i] = l.path
-	}
-	key := strings.Join(paths, " ~ ") // which no path has
+	key := of.key()
 	if r := c.rules[key]; r != nil {
 		return r, nil
 	}
@@ -366,54 +363,6 @@ func (c *compiler) enum(s *shape) (grammar.Expr, error) {
 		texts[i] = text(v)
 	}
 	return grammar.Literals(texts...), nil
-}
-
-func (c *compiler) fitting(s *shape) ([]any, error) {
-	rest := *s
-	rest.hasEnum, rest.enum, rest.stated = false, nil, true
-	rest.minLength, rest.maxLength = 0, -1 // compared below, without an automaton
-	strict := newCompiler(c.root, Options{Compact: true, Open: true, Context: c.o.Context, Work: c.o.Work})
-	var fits *grammar.Grammar
-	if s.implied != 0 {
-		if c.enums++; c.enums > maxEnumSchemas {
-			return nil, located{path: s.path}.fail("enum", "more than %d of them are beside other keywords", maxEnumSchemas)
-		}
-		strict.reads, strict.enums, strict.patterns, strict.looked = c.reads, c.enums, c.patterns, c.looked
-		e, err := strict.alternative(&rest)
-		if err != nil {
-			return nil, err
-		}
-		c.reads, c.enums, c.looked = strict.reads, strict.enums, strict.looked
-		if c.o.Work.States > grammar.MaxWork {
-			return nil, located{path: s.path}.fail("enum", "the keywords beside this and other enums need too many states together: lower their numbers (minItems, maxItems, {m,n}), or leave them out")
-		}
-		var work int
-		fits, work, err = grammar.NewCounted(c.o.Context, e, nil)
-		c.o.Work.States += work
-		switch {
-		case c.o.Context.Err() != nil:
-			return nil, err
-		case errors.Is(err, grammar.ErrTooLarge):
-			return nil, located{path: s.path}.fail("enum", "the keywords beside it need too many states: lower their numbers (minItems, maxItems, {m,n}), or leave them out")
-		case errors.Is(err, grammar.ErrNoText):
-			return nil, nil // nothing fits the rest
-		case err != nil:
-			return nil, located{path: s.path}.fail("enum", "the keywords beside it: %v", err)
-		}
-	}
-	var values []any
-	for _, v := range s.enum {
-		if x, ok := v.(string); ok {
-			if n := utf8.RuneCountInString(x); n < s.minLength || s.maxLength >= 0 && n > s.maxLength {
-				continue
-			}
-		}
-		if s.types&typeOf(v) == 0 || fits != nil && s.implied&typeOf(v) != 0 && !fits.Match(text(v)) {
-			continue
-		}
-		values = append(values, v)
-	}
-	return values, nil
 }
 
 func (c *compiler) string(s *shape) (grammar.Expr, error) {

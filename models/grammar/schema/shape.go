@@ -35,6 +35,15 @@ var typeNames = map[string]types{
 // all are schemas that hold together; none: any value.
 type all []located
 
+// key is one text for the same schemas.
+func (a all) key() string {
+	paths := make([]string, len(a))
+	for i, l := range a {
+		paths[i] = l.path
+	}
+	return strings.Join(paths, " ~ ") // which no path has
+}
+
 // shape is a schema without references and alternatives: what one value has to be.
 type shape struct {
 	path  string
@@ -151,7 +160,6 @@ const (
 	maxAlternatives = 256
 	maxRules        = 1 << 13
 	maxReads        = 1 << 14 // of schemas, of which a reference is one again each time
-	maxEnumSchemas  = 1 << 8  // enums beside other keywords
 	maxNotNumbers   = 16      // numbers that a value is not
 	maxNamePatterns = 4       // of one object
 	maxMerged       = 1 << 28 // pairs of names that merges compare: a second or two

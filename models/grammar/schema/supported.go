@@ -23,7 +23,7 @@ func Supported(data []byte, o Options) ([]byte, error) {
 		_, err = c.value(all{{root, "#"}})
 		// All of them together take as long as one compilation may.
 		again := newCompiler(root, c.o)
-		again.enums, again.patterns = c.enums, c.patterns
+		again.patterns, again.matchers = c.patterns, c.matchers
 		c = again
 		var bad *Error
 		if err == nil || !errors.As(err, &bad) || bad.Keyword == "" || !remove(root, bad.Path, bad.Keyword) {
