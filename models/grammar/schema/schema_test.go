@@ -51,6 +51,10 @@ func TestCompile(t *testing.T) {
 		{`{"type": "integer", "minimum": -3, "exclusiveMaximum": 120}`, []string{"-3", "0", "7", "119", "99"}, []string{"-4", "120", "1.0", "01"}},
 		{`{"type": "number", "minimum": 0.5, "maximum": 2.25}`, []string{"0.5", "0.51", "1", "1.999", "2", "2.2", "2.25", "2.250"}, []string{"0.49", "0", "2.26", "2.251", "-1", "3"}},
 		{`{"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}`, []string{"0.1", "0.001", "0.999"}, []string{"0", "0.0", "1", "1.0", "-0.5"}},
+		// Of these, as float64, none is the bound.
+		{`{"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 5}`, []string{"4.99999999999999", "0.00000000000001"}, []string{"4.99999999999999999", "4.9999999999999999"}},
+		{`{"type": "number", "exclusiveMinimum": 123456789, "maximum": 123456790}`, []string{"123456789.000001", "123456789.999999", "123456790"}, []string{"123456789.000000001", "123456789.00000001"}},
+		{`{"type": "number", "not": {"const": -2.5}}`, []string{"-2.49999999999999", "-2.50000000000001"}, []string{"-2.49999999999999999", "-2.50000000000000001"}},
 		{`{"type": "number", "maximum": -1.5}`, []string{"-1.5", "-2", "-1.51", "-100.25"}, []string{"-1.4", "0", "1"}},
 		{`{"type": "integer", "multipleOf": 7, "minimum": -20, "maximum": 700}`, []string{"0", "7", "-14", "693", "700"}, []string{"1", "-21", "707", "70.0", "-0", "00"}},
 		{`{"type": "integer", "multipleOf": 2.5}`, []string{"0", "5", "-10", "999999999999999995"}, []string{"2.5", "2", "-4"}},
