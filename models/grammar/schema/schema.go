@@ -196,32 +196,52 @@ func (c *compiler) resolve(l located, ref any) (located, error) {
 	if err != nil {
 		return l, l.fail("$ref", "%s is no JSON pointer", strconv.Quote(name))
 	}
+	if c.embedded(l.path) {
+		return l, l.fail("$ref", "%s is not supported: it is within a schema with an $id of its own", strconv.Quote(name))
+	}
 	at, to := c.root, located{path: "#"}
 	if fragment != "" {
 		for _, part := range strings.Split(fragment[1:], "/") {
 			part = strings.NewReplacer("~1", "/", "~0", "~").Replace(part)
-			found := false
-			switch v := at.(type) {
-			case *object:
-				at, found = v.values[part]
-			case []any:
-				if i, err := strconv.Atoi(part); err == nil && i >= 0 && i < len(v) {
-					at, found = v[i], true
-				}
-			}
-			if !found {
+			var found bool
+			if at, found = child(at, part); !found {
 				return l, l.fail("$ref", "there is no %s", strconv.Quote(name))
-			}
-			if o, ok := at.(*object); ok && o.has("$id") {
-				if _, isText := o.get("$id").(string); isText {
-					return l, l.fail("$ref", "%s is not supported: it leads into a schema with an $id of its own", strconv.Quote(name))
-				}
 			}
 			to.path = to.at(part)
 		}
 	}
+	if c.embedded(to.path) {
+		return l, l.fail("$ref", "%s is not supported: it leads into a schema with an $id of its own", strconv.Quote(name))
+	}
 	to.value = at
 	return to, nil
+}
+
+// child is a member of an object, or an item of an array.
+func child(of any, name string) (any, bool) {
+	switch v := of.(type) {
+	case *object:
+		return v.get(name), v.has(name)
+	case []any:
+		if i, err := strconv.Atoi(name); err == nil && i >= 0 && i < len(v) {
+			return v[i], true
+		}
+	}
+	return nil, false
+}
+
+// embedded says whether a place is in a part of the schema that has an $id and so is a document of its own.
+func (c *compiler) embedded(path string) bool {
+	at := c.root
+	for _, part := range strings.Split(path, "/")[1:] {
+		at, _ = child(at, strings.NewReplacer("~1", "/", "~0", "~").Replace(part))
+		if o, ok := at.(*object); ok {
+			if id, isText := o.get("$id").(string); isText && !strings.HasPrefix(id, "#") {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 // together is the alternatives of schemas that hold together.

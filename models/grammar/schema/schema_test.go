@@ -151,6 +151,7 @@ func TestCompile(t *testing.T) {
 		{`{"enum": [1.5e-3, 2e-3, 1e20], "multipleOf": 0.001}`, []string{`2e-3`, `1e20`}, []string{`1.5e-3`}},
 		{`{"enum": [[1, 2], [1, 1.0], [2, "a"]], "uniqueItems": true, "contains": {"const": 2}, "allOf": [{"contains": {"type": "integer"}, "minContains": 2}]}`, []string{`[1,2]`}, []string{`[1,1]`, `[2,"a"]`}},
 		{`{"enum": [{"a": 1, "b": 2}, {"a": 1}, {"a": 1, "ccc": 2}], "minProperties": 2, "propertyNames": {"maxLength": 2}}`, []string{`{"a":1,"b":2}`}, []string{`{"a":1}`, `{"a":1,"ccc":2}`}},
+		{`{"$id": "http://example.com/a", "properties": {"a": {"$id": "#a", "items": {"$ref": "#/$defs/b"}}, "$id": {"type": "null"}}, "$defs": {"b": {"type": "null"}}}`, []string{`{"a":[null],"$id":null}`}, []string{`{"a":[1]}`}},
 		// Sets and dictionaries of pydantic, records of zod.
 		{`{"type": "array", "items": {"enum": ["x", "y", 1]}, "uniqueItems": true, "minItems": 1}`, []string{`["x"]`, `["y", "x"]`, `[1,"x","y"]`}, []string{`[]`, `["x","x"]`, `["x",1,"x"]`, `["z"]`}},
 		{`{"type": "array", "items": {"type": "string"}, "uniqueItems": true, "maxItems": 1}`, []string{`["x"]`, `[]`}, []string{`["x","y"]`}},
@@ -219,7 +220,9 @@ func TestRefused(t *testing.T) {
 		`{"type": "str"}`:                   `type at #: "str" is no type`,
 		`{"$ref": "#/$defs/x"}`:             `there is no "#/$defs/x"`,
 		`{"$ref": "https://example.com/a"}`: "only references within the schema",
-		`{"$ref": "#"}`:                     "$ref at #: it refers to itself",
+		`{"prefixItems": [{"$id": "http://example.com/a", "$defs": {"b": {}}, "allOf": [{"$ref": "#/$defs/b"}]}], "$defs": {"b": {"type": "null"}}}`: "$ref at #/prefixItems/0/allOf/0: \"#/$defs/b\" is not supported: it is within a schema with an $id",
+		`{"$ref": "#/$defs/b", "$defs": {"b": {"$id": "http://example.com/b", "items": {}}}}`:                                                        "$ref at #: \"#/$defs/b\" is not supported: it leads into a schema with an $id",
+		`{"$ref": "#"}`: "$ref at #: it refers to itself",
 		`{"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}`: "refers to itself",
 		`{"allOf": [{"$ref": "#"}]}`:                                                                   "refers to itself",
 		`{"oneOf": [{"type": "string"}, {"format": "date"}]}`:                                          "that differ; what would distinguish them here: format at #/oneOf/1",
