@@ -120,12 +120,16 @@ func Members(data []byte, o Options) ([]Member, bool) {
 		for _, v := range values {
 			m.Text = m.Text && (v.types|isNull == isString|isNull || v.types == isNull)
 			m.Null = m.Null || v.types&isNull != 0
-			for _, x := range v.enum {
+			fits, err := c.fitting(v)
+			if err != nil {
+				return nil, false
+			}
+			for _, x := range fits {
 				if t, ok := x.(string); ok && m.Text {
 					m.Values = append(m.Values, t)
 				}
 			}
-			m.Text = m.Text && (!v.hasEnum || len(values) == 1)
+			m.Text = m.Text && (!v.hasEnum || len(values) == 1 && len(fits) > 0)
 		}
 		members[i] = m
 	}

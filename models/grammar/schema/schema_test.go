@@ -439,6 +439,14 @@ func TestMembers(t *testing.T) {
 	}
 }
 
+// TestMemberValues: the values of a member are those that the keywords beside its enum allow.
+func TestMemberValues(t *testing.T) {
+	members, _ := schema.Members([]byte(`{"type": "object", "properties": {"a": {"type": "string", "enum": ["x", "yy", "y"], "maxLength": 1}}}`), schema.Options{})
+	if len(members) != 1 || !members[0].Text || !slices.Equal(members[0].Values, []string{"x", "y"}) {
+		t.Errorf("members %+v", members)
+	}
+}
+
 // TestSupported: what is left of a schema without the keywords that are not supported is.
 func TestSupported(t *testing.T) {
 	for text, want := range map[string]string{
