@@ -189,10 +189,16 @@ type located struct {
 	path  string
 }
 
+// inPointer spells a name as a part of a JSON pointer, and fromPointer reads one.
+var (
+	inPointer   = strings.NewReplacer("~", "~0", "/", "~1")
+	fromPointer = strings.NewReplacer("~1", "/", "~0", "~")
+)
+
 func (l located) at(names ...string) string {
 	path := l.path
 	for _, n := range names {
-		path += "/" + strings.NewReplacer("~", "~0", "/", "~1").Replace(n)
+		path += "/" + inPointer.Replace(n)
 	}
 	return path
 }

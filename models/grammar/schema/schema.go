@@ -206,7 +206,7 @@ func (c *compiler) resolve(l located, ref any) (located, error) {
 	at, to := c.root, located{path: "#"}
 	if fragment != "" {
 		for _, part := range strings.Split(fragment[1:], "/") {
-			part = strings.NewReplacer("~1", "/", "~0", "~").Replace(part)
+			part = fromPointer.Replace(part)
 			var found bool
 			if at, found = child(at, part); !found {
 				return l, l.fail("$ref", "there is no %s", strconv.Quote(name))
@@ -238,7 +238,7 @@ func child(of any, name string) (any, bool) {
 func (c *compiler) embedded(path string) bool {
 	at := c.root
 	for _, part := range strings.Split(path, "/")[1:] {
-		at, _ = child(at, strings.NewReplacer("~1", "/", "~0", "~").Replace(part))
+		at, _ = child(at, fromPointer.Replace(part))
 		if o, ok := at.(*object); ok {
 			if id, isText := o.get("$id").(string); isText && !strings.HasPrefix(id, "#") {
 				return true
@@ -305,6 +305,10 @@ func (c *compiler) value(of all) (grammar.Expr, error) {
 	defer func() { c.depth-- }()
 	parts := make([]grammar.Expr, len(shapes))
 	for i, s := range shapes {
+		c.o.Work.merged += memberCost * (len(s.properties) + len(s.required) + len(s.prefix))
+		if err := c.spent(of[0]); err != nil {
+			return nil, err
+		}
 		if parts[i], err = c.alternative(s); err != nil {
 			return nil, err
 		}

@@ -162,9 +162,11 @@ const (
 	maxReads        = 1 << 14 // of schemas, of which a reference is one again each time
 	maxNotNumbers   = 16      // numbers that a value is not
 	maxNamePatterns = 4       // of one object
-	maxMerged       = 1 << 28 // pairs of names that merges compare: a second or two
+	maxMerged       = 1 << 28 // pairs of names that merges compare, or what takes as long: a second or two
 	mergeCost       = 1 << 7  // of one merge, in such pairs
-	valueCost       = 1 << 6  // of a value of an enum, or an item of prefixItems
+	valueCost       = 1 << 6  // of a value of an enum, and of a member of properties or of prefixItems that is read
+	itemCost        = 1 << 8  // of an item of prefixItems in a merge
+	memberCost      = 1 << 9  // of making the grammar of a member
 )
 
 func newShape(path string) *shape {
@@ -188,6 +190,9 @@ func (c *compiler) shapes(l located) ([]*shape, error) {
 	o, ok := l.value.(*object)
 	if !ok {
 		return nil, l.fail("", "a schema must be an object, true or false")
+	}
+	if err := c.spent(l); err != nil {
+		return nil, err
 	}
 	if c.open[l.path] {
 		return nil, l.fail("$ref", "it refers to itself without anything in between")
@@ -266,11 +271,8 @@ func (c *compiler) both(l located, list, others []*shape) ([]*shape, error) {
 			if m := c.merge(a, b); m != nil && !c.contradicts(m) {
 				joined = append(joined, m)
 			}
-			if c.o.Context.Err() != nil {
-				return nil, context.Cause(c.o.Context)
-			}
-			if c.o.Work.merged > maxMerged {
-				return nil, l.fail("", "its keywords with alternatives (anyOf, oneOf, not, if, dependentRequired, ...) and those beside them take too long to compare: give it fewer alternatives, or shorter lists of properties and of enum")
+			if err := c.spent(l); err != nil {
+				return nil, err
 			}
 			if len(joined) > maxAlternatives {
 				return nil, l.fail("", "its keywords with alternatives (anyOf, oneOf, not, if, dependentRequired, ...) give more than %d together", maxAlternatives)
@@ -278,6 +280,17 @@ func (c *compiler) both(l located, list, others []*shape) ([]*shape, error) {
 		}
 	}
 	return joined, nil
+}
+
+// spent is the error where reading and merging schemas, and making grammars of them, has taken too long.
+func (c *compiler) spent(l located) error {
+	switch {
+	case c.o.Context.Err() != nil:
+		return context.Cause(c.o.Context)
+	case c.o.Work.merged > maxMerged:
+		return l.fail("", "its keywords with alternatives (anyOf, oneOf, not, if, dependentRequired, ...) and those beside them take too long: give it fewer alternatives, or shorter lists of properties and of enum")
+	}
+	return nil
 }
 
 // parts are the schemas of a list.
@@ -500,6 +513,7 @@ func (c *compiler) plain(l located, o *object) (*shape, error) {
 			if !ok {
 				return nil, l.fail(keyword, "it must be a list of schemas")
 			}
+			c.o.Work.merged += valueCost * len(list)
 			s.readPrefix(l, keyword, list)
 		case "items":
 			if list, ok := v.([]any); ok { // of draft 7: prefixItems
@@ -530,6 +544,7 @@ func (c *compiler) plain(l located, o *object) (*shape, error) {
 			}
 			s.implied |= isObject
 			s.declares = true
+			c.o.Work.merged += valueCost * len(members.names)
 			for _, name := range members.names {
 				s.properties = append(s.properties, property{name, all{{members.values[name], l.at(keyword, name)}}})
 			}
@@ -721,7 +736,7 @@ func (s *shape) readBound(l located, o *object, keyword string) error {
 func (c *compiler) merge(a, b *shape) *shape {
 	names := func(s *shape) int { return len(s.properties) + len(s.required) + len(s.notStrings) + len(s.enum) }
 	merged := &c.o.Work.merged
-	*merged += mergeCost + names(a)*names(b) + len(a.required)*len(a.properties) + valueCost*max(len(a.prefix), len(b.prefix))
+	*merged += mergeCost + names(a)*names(b) + len(a.required)*len(a.properties) + itemCost*max(len(a.prefix), len(b.prefix))
 	if a.hasEnum && b.hasEnum {
 		*merged += valueCost*(len(a.enum)+len(b.enum)) - len(a.enum)*len(b.enum)
 	}

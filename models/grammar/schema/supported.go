@@ -46,7 +46,7 @@ func remove(root any, path, keyword string) bool {
 	}
 	named := false // at has schemas by name
 	for _, part := range parts {
-		part = strings.NewReplacer("~1", "/", "~0", "~").Replace(part)
+		part = fromPointer.Replace(part)
 		switch v := at.(type) {
 		case *object:
 			if !named && (part == "not" || part == "if") && removeFrom(v, part) {
