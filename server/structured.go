@@ -377,10 +377,19 @@ func (m *Model) callGrammar(ctx context.Context, c *conversation, oneCall bool) 
 			if err == nil {
 				e, err = schema.Compile(parameters, o)
 			}
+			var members []schema.Member
+			var listed bool
 			if err == nil {
 				// One that is too large, or that nothing fits, must not spoil the others.
+				members, listed = schema.Members(parameters, o)
+				texts := []grammar.Expr{e, grammar.Literal("{}")}
+				for _, m := range members {
+					if m.Chars != nil {
+						texts = append(texts, m.Chars)
+					}
+				}
 				var work int
-				_, work, err = grammar.NewCounted(ctx, grammar.Any(e, grammar.Literal("{}")), nil)
+				_, work, err = grammar.NewCounted(ctx, grammar.Any(texts...), nil)
 				o.Work.States += work
 			}
 			switch {
@@ -388,7 +397,7 @@ func (m *Model) callGrammar(ctx context.Context, c *conversation, oneCall bool) 
 				return nil, context.Cause(ctx)
 			case err == nil:
 				x.Arguments = e
-				x.Members, x.Listed = schema.Members(parameters, o)
+				x.Members, x.Listed = members, listed
 			case f.strict:
 				param := fmt.Sprintf("tools[%d].%s", f.index, c.parameters)
 				return nil, badRequest(param, "invalid_value", "Invalid value for '%s': %v.", param, err)

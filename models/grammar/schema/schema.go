@@ -82,9 +82,11 @@ type Member struct {
 	Required bool
 	// Of is its values as JSON.
 	Of grammar.Expr
-	// Text: all values are strings, or null with Null; of Values, if there are any.
+	// Text: all values are strings, or null with Null; of Values, if there are any, or else of these characters, as they
+	// are; nil: any.
 	Text, Null bool
 	Values     []string
+	Chars      grammar.Expr
 }
 
 // Members are the properties of a schema of objects; false: there may be others, their number is limited, or the schema
@@ -117,7 +119,16 @@ func Members(data []byte, o Options) ([]Member, bool) {
 		if err != nil {
 			return nil, false
 		}
+		var chars []grammar.Expr
+		free := false
 		for _, v := range values {
+			if v.types&isString != 0 && !v.hasEnum {
+				e, err := c.characters(v)
+				if err != nil {
+					return nil, false
+				}
+				chars, free = append(chars, e), free || e == nil
+			}
 			m.Text = m.Text && (v.types|isNull == isString|isNull || v.types == isNull)
 			m.Null = m.Null || v.types&isNull != 0
 			fits, err := c.fitting(v)
@@ -130,6 +141,9 @@ func Members(data []byte, o Options) ([]Member, bool) {
 				}
 			}
 			m.Text = m.Text && (!v.hasEnum || len(values) == 1 && len(fits) > 0)
+		}
+		if m.Text && len(chars) > 0 && !free {
+			m.Chars = &grammar.Rule{Name: "characters", Body: grammar.Any(chars...), Place: "at " + p.of[0].path}
 		}
 		members[i] = m
 	}
@@ -473,6 +487,49 @@ func (c *compiler) string(s *shape) (grammar.Expr, error) {
 	r := &grammar.Rule{Name: "string", Body: quoted(of), Place: place}
 	c.strings[key.String()] = r
 	return r, nil
+}
+
+// characters is the strings of a shape as they are, without quotes and escapes; nil: any.
+func (c *compiler) characters(s *shape) (grammar.Expr, error) {
+	char := grammar.Runes(0, utf8.MaxRune)
+	text := grammar.Repeat(char, 0, -1)
+	var parts, not []grammar.Expr
+	for _, l := range s.patterns {
+		p, err := grammar.ParsePattern(l.value.(string))
+		if err != nil {
+			return nil, l.fail("pattern", "%v", err)
+		}
+		parts = append(parts, p.Within(grammar.Runes, char))
+	}
+	for _, l := range s.notPatterns {
+		p, err := grammar.ParseExcluded(l.value.(string))
+		if err != nil {
+			return nil, l.fail("pattern", "%v", err)
+		}
+		not = append(not, p.Within(grammar.Runes, char))
+	}
+	for _, t := range s.notStrings {
+		not = append(not, grammar.Literal(t))
+	}
+	most := s.maxLength
+	for _, f := range s.formats { // whose characters need no escapes
+		if parts = append(parts, formats[f]); f == "uri" && most > maxURI {
+			most = max(maxURI, s.minLength)
+		}
+	}
+	if s.minLength > 0 || most >= 0 {
+		if most >= 0 && most < s.minLength {
+			return grammar.Any(), nil
+		}
+		parts = append(parts, grammar.Repeat(char, s.minLength, most))
+	}
+	switch {
+	case len(parts)+len(not) == 0:
+		return nil, nil
+	case len(parts) == 0:
+		parts = append(parts, text)
+	}
+	return grammar.Except(grammar.All(parts...), not...), nil
 }
 
 // several is how errors call n keywords of a name that hold together.
