@@ -416,11 +416,23 @@ func TestRestrictedStrings(t *testing.T) {
 		name, value string
 		want        bool
 	}{
-		{"code", `a"`, true}, {"code", "\na\n", true}, {"code", "A", false}, {"code", "abcde", false}, {"code", "", false},
-		{"day", "2024-02-29", true}, {"day", "null", true}, {"day", "2023-02-29", false}, {"day", "", false},
-		{"name", "éé", true}, {"name", "me", false}, {"name", "m", false},
-		{"link", "<a>\n</a>", true}, {"link", "<</parameter>", false}, {"link", "a", false},
-		{"text", "any\n\"text\"", true}, {"text", "", true},
+		{"code", `a"`, true},
+		{"code", "\na\n", true},
+		{"code", "A", false},
+		{"code", "abcde", false},
+		{"code", "", false},
+		{"day", "2024-02-29", true},
+		{"day", "null", true},
+		{"day", "2023-02-29", false},
+		{"day", "", false},
+		{"name", "éé", true},
+		{"name", "me", false},
+		{"name", "m", false},
+		{"link", "<a>\n</a>", true},
+		{"link", "<</parameter>", false},
+		{"link", "a", false},
+		{"text", "any\n\"text\"", true},
+		{"text", "", true},
 	} {
 		text := "<tool_call>\n<function=f>\n<parameter=" + c.name + ">\n" + c.value + "\n</parameter>\n</function>\n</tool_call>"
 		if got := g.Match(text); got != c.want {
