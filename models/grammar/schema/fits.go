@@ -73,14 +73,9 @@ func (c *compiler) fitsAll(of all, v any) (bool, error) {
 	if len(of) == 0 {
 		return true, nil
 	}
-	key := of.key()
-	shapes, ok := c.alternatives[key]
-	if !ok {
-		var err error
-		if shapes, err = c.together(of); err != nil {
-			return false, err
-		}
-		c.alternatives[key] = shapes
+	shapes, err := c.kept(of)
+	if err != nil {
+		return false, err
 	}
 	for _, s := range shapes {
 		if fits, err := c.fits(s, v); fits || err != nil {
@@ -88,6 +83,19 @@ func (c *compiler) fitsAll(of all, v any) (bool, error) {
 		}
 	}
 	return false, nil
+}
+
+// kept is together for what is asked for again and again. The shapes must not be changed.
+func (c *compiler) kept(of all) ([]*shape, error) {
+	key := of.key()
+	if shapes, ok := c.alternatives[key]; ok {
+		return shapes, nil
+	}
+	shapes, err := c.together(of)
+	if err == nil {
+		c.alternatives[key] = shapes
+	}
+	return shapes, err
 }
 
 func (s *shape) fitsNumber(v json.Number) (bool, error) {

@@ -164,7 +164,7 @@ type compiler struct {
 	reads      int // of schemas
 	looked     int // reads for contradictions
 	patterns   map[string]namePattern
-	// alternatives are those of schemas that values of an enum were compared with, by their key; matchers those of strings.
+	// alternatives are those that kept keeps, by the key of the schemas; matchers are of strings.
 	alternatives map[string][]*shape
 	matchers     map[string]func(string) bool
 }

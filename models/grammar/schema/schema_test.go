@@ -447,6 +447,17 @@ func TestStrings(t *testing.T) {
 	}
 }
 
+// TestLargeUnion: a oneOf of as many alternatives as there may be is told apart by their tag.
+func TestLargeUnion(t *testing.T) {
+	var kinds []string
+	for i := range 250 {
+		kinds = append(kinds, fmt.Sprintf(`{"type": "object", "properties": {"kind": {"const": "k%d"}, "a": {"type": "string"}}, "required": ["kind"]}`, i))
+	}
+	if _, err := schema.Compile([]byte(`{"oneOf": [`+strings.Join(kinds, ", ")+`]}`), schema.Options{}); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestMembers: properties are listed where nothing else restricts which of them there are.
 func TestMembers(t *testing.T) {
 	for text, ok := range map[string]bool{

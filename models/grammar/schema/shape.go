@@ -955,8 +955,8 @@ func (c *compiler) tellApart(a, b *shape, depth int) bool {
 		if i < 0 || len(of) == 0 {
 			continue
 		}
-		mine, err1 := c.together(a.properties[i].of)
-		others, err2 := c.together(of)
+		mine, err1 := c.kept(a.properties[i].of)
+		others, err2 := c.kept(of)
 		if err1 != nil || err2 != nil {
 			continue
 		}
