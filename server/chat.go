@@ -86,7 +86,7 @@ func (r *chatRequest) render(ctx context.Context) (err error) {
 		return err
 	}
 	r.params.KeepIDs = m.markers(r.conversation)
-	return m.constrain(&r.params, &r.structure, r.conversation, r.firstCall)
+	return m.constrain(ctx, &r.params, &r.structure, r.conversation, r.firstCall)
 }
 
 // parser of a choice's output.

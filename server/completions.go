@@ -61,7 +61,7 @@ func (s *Server) parseCompletion(ctx context.Context, m *Model, o *object) (*com
 		return nil, err
 	}
 	var err error
-	if err := m.constrain(&r.params, &r.structure, nil, false); err != nil {
+	if err := m.constrain(ctx, &r.params, &r.structure, nil, false); err != nil {
 		return nil, err
 	}
 	r.prompts, err = m.prompts(ctx, o, raw, special, max(1, s.o.MaxSamples/r.params.N))

@@ -2,6 +2,7 @@ package server
 
 import (
 	"container/list"
+	"context"
 	"crypto/sha256"
 	"encoding/json"
 	"errors"
@@ -175,10 +176,11 @@ type grammars struct {
 // grammarKey is the hash of all that a grammar depends on.
 type grammarKey [sha256.Size]byte
 
-// compiled is a grammar that is compiled once.
+// compiled is a grammar that is compiled once, unless the request that compiles it ends before: then the next one does.
 type compiled struct {
 	key  grammarKey
-	once sync.Once
+	turn chan struct{} // has an item while a request compiles it, or looks at what was compiled
+	done bool
 	g    *grammar.Grammar
 	err  error
 }
@@ -215,13 +217,13 @@ func (s *grammars) open(m *Model) {
 	})
 }
 
-// get compiles the grammar that make describes, unless one of the same key is kept.
-func (s *grammars) get(parts []string, make func() (grammar.Expr, error)) (*grammar.Grammar, error) {
+// get compiles the grammar that expr describes, unless one of the same key is kept. It ends with the context.
+func (s *grammars) get(ctx context.Context, parts []string, expr func() (grammar.Expr, error)) (*grammar.Grammar, error) {
 	key := grammarKey(sha256.Sum256(fmt.Appendf(nil, "%q", parts))) // parts may be as large as a request, and contain anything
 	s.mu.Lock()
 	e := s.byKey[key]
 	if e == nil {
-		e = s.latest.PushFront(&compiled{key: key})
+		e = s.latest.PushFront(&compiled{key: key, turn: make(chan struct{}, 1)})
 		s.byKey[key] = e
 		if s.latest.Len() > maxGrammars {
 			last := s.latest.Back()
@@ -231,15 +233,24 @@ func (s *grammars) get(parts []string, make func() (grammar.Expr, error)) (*gram
 	s.latest.MoveToFront(e)
 	s.mu.Unlock()
 	c := e.Value.(*compiled)
-	c.once.Do(func() {
-		x, err := make()
+	select {
+	case c.turn <- struct{}{}:
+		defer func() { <-c.turn }()
+	case <-ctx.Done():
+		return nil, context.Cause(ctx)
+	}
+	if !c.done {
+		x, err := expr()
 		if err == nil {
-			if c.g, err = grammar.New(x, s.vocabulary); err == nil {
+			if c.g, _, err = grammar.NewCounted(ctx, x, s.vocabulary); err == nil {
 				c.g.Warm()
 			}
 		}
-		c.err = err
-	})
+		if ctx.Err() != nil {
+			return nil, context.Cause(ctx)
+		}
+		c.err, c.done = err, true
+	}
 	if c.err != nil {
 		return nil, c.err
 	}
@@ -248,7 +259,7 @@ func (s *grammars) get(parts []string, make func() (grammar.Expr, error)) (*gram
 
 // constrain sets the grammar of a request: that of its structure, and of the calls that c requires or, with strict tools,
 // allows. c is nil for a completion without a conversation.
-func (m *Model) constrain(p *engine.Params, s *structure, c *conversation, oneCall bool) error {
+func (m *Model) constrain(ctx context.Context, p *engine.Params, s *structure, c *conversation, oneCall bool) error {
 	calls := c != nil && m.callFormat(c) != nil && (c.choice.forced || c.strict || s.kind != "")
 	if s.kind == "" && !calls {
 		return nil
@@ -268,18 +279,18 @@ func (m *Model) constrain(p *engine.Params, s *structure, c *conversation, oneCa
 	if calls {
 		key = append(key, strconv.FormatBool(oneCall), strconv.FormatBool(c.choice.forced), c.begunName, c.parameters, string(c.options.Tools))
 	}
-	made, err := g.get(key, func() (grammar.Expr, error) {
+	made, err := g.get(ctx, key, func() (grammar.Expr, error) {
 		if calls && c.choice.forced {
-			return m.callGrammar(c, oneCall)
+			return m.callGrammar(ctx, c, oneCall)
 		}
 		var answer grammar.Expr
 		var err error
 		switch {
 		case s.kind == "":
-			answer, err = m.callGrammar(c, oneCall)
+			answer, err = m.callGrammar(ctx, c, oneCall)
 		default:
-			if answer, err = s.expr(); err == nil && calls {
-				either, noCalls := m.callGrammar(c, oneCall)
+			if answer, err = s.expr(ctx); err == nil && calls {
+				either, noCalls := m.callGrammar(ctx, c, oneCall)
 				if noCalls == nil {
 					answer = grammar.Any(answer, either)
 				} else if !errors.Is(noCalls, errUnconstrained) {
@@ -297,6 +308,8 @@ func (m *Model) constrain(p *engine.Params, s *structure, c *conversation, oneCa
 	})
 	var bad *Error
 	switch {
+	case err != nil && ctx.Err() != nil:
+		return asError(ctx, ctx.Err(), "")
 	case errors.Is(err, errUnconstrained):
 		return nil
 	case errors.As(err, &bad):
@@ -314,8 +327,8 @@ func (m *Model) constrain(p *engine.Params, s *structure, c *conversation, oneCa
 var errUnconstrained = errors.New("the format of calls cannot be constrained to these tools")
 
 // expr is the texts of a structure.
-func (s *structure) expr() (grammar.Expr, error) {
-	o := schema.Options{Compact: s.compact, Open: s.open}
+func (s *structure) expr(ctx context.Context) (grammar.Expr, error) {
+	o := schema.Options{Compact: s.compact, Open: s.open, Context: ctx}
 	if s.space != "" {
 		space, err := schema.Space(s.space)
 		if err != nil {
@@ -343,9 +356,11 @@ func (s *structure) expr() (grammar.Expr, error) {
 }
 
 // callGrammar is that of calls: of what is behind the beginning of one that is required, else of a text that may have some.
-// Arguments follow the schema of their tool, those of one that is not strict without keywords that are not supported.
-func (m *Model) callGrammar(c *conversation, oneCall bool) (grammar.Expr, error) {
+// Arguments follow the schema of their tool, those of one that is not strict without keywords that are not supported. All
+// schemas together take as long as one may.
+func (m *Model) callGrammar(ctx context.Context, c *conversation, oneCall bool) (grammar.Expr, error) {
 	var functions []output.Function
+	o := schema.Options{Context: ctx, Work: &schema.Work{}}
 	for _, f := range c.functions {
 		if c.choice.name != "" && f.name != c.choice.name {
 			continue
@@ -353,21 +368,36 @@ func (m *Model) callGrammar(c *conversation, oneCall bool) (grammar.Expr, error)
 		x := output.Function{Name: f.name, Arguments: schema.AnyObject(schema.Options{})}
 		if kindOf(f.parameters) == "an object" {
 			parameters, err := f.parameters, error(nil)
-			if !f.strict {
-				parameters, err = schema.Supported(parameters, schema.Options{})
+			if o.Work.States > grammar.MaxWork {
+				err = fmt.Errorf("with those of the tools before it: %w", grammar.ErrTooLarge)
+			} else if !f.strict {
+				parameters, err = schema.Supported(parameters, o)
 			}
 			var e grammar.Expr
 			if err == nil {
-				e, err = schema.Compile(parameters, schema.Options{})
+				e, err = schema.Compile(parameters, o)
 			}
+			var members []schema.Member
+			var listed bool
 			if err == nil {
 				// One that is too large, or that nothing fits, must not spoil the others.
-				_, err = grammar.New(grammar.Any(e, grammar.Literal("{}")), nil)
+				members, listed = schema.Members(parameters, o)
+				texts := []grammar.Expr{e, grammar.Literal("{}")}
+				for _, m := range members {
+					if m.Chars != nil {
+						texts = append(texts, m.Chars)
+					}
+				}
+				var work int
+				_, work, err = grammar.NewCounted(ctx, grammar.Any(texts...), nil)
+				o.Work.States += work
 			}
 			switch {
+			case ctx.Err() != nil:
+				return nil, context.Cause(ctx)
 			case err == nil:
 				x.Arguments = e
-				x.Members, x.Listed = schema.Members(parameters, schema.Options{})
+				x.Members, x.Listed = members, listed
 			case f.strict:
 				param := fmt.Sprintf("tools[%d].%s", f.index, c.parameters)
 				return nil, badRequest(param, "invalid_value", "Invalid value for '%s': %v.", param, err)

@@ -2,6 +2,7 @@ package grammar
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"maps"
@@ -20,6 +21,7 @@ const (
 	maxNodes     = 1 << 16 // states of the deterministic ones
 	maxNesting   = 1 << 10 // of expressions
 	maxWork      = MaxWork // states that are looked at
+	checkEvery   = 1 << 16 // of them, whether the context is done: some ms
 	// inlineSize is the maximum size of a rule that is copied to where it is called: tokens that leave a rule cost more.
 	inlineSize = 512
 )
@@ -63,17 +65,22 @@ type compiler struct {
 	called map[*Rule]string
 	depth  int
 	work   int
+	ctx    context.Context // of the request; compilation ends with it
 	err    error
 }
 
-func newCompiler() *compiler {
-	return &compiler{starts: map[*Rule]int32{}, sizes: map[*Rule]int{}, machines: map[*intersection]machine{}, index: map[string]int32{}, called: map[*Rule]string{}}
+func newCompiler(ctx context.Context) *compiler {
+	return &compiler{ctx: ctx, starts: map[*Rule]int32{}, sizes: map[*Rule]int{}, machines: map[*intersection]machine{}, index: map[string]int32{}, called: map[*Rule]string{}}
 }
 
 // spend counts states that are looked at.
 func (c *compiler) spend(states int) {
+	before := c.work
 	if c.work += states; c.work > maxWork {
 		c.tooLarge()
+	}
+	if c.work/checkEvery != before/checkEvery && c.ctx.Err() != nil {
+		c.fail(context.Cause(c.ctx))
 	}
 }
 
@@ -128,9 +135,9 @@ type ruleCall struct {
 }
 
 // compile returns the nodes of a grammar, of which the first one is the start, and the places that they refer to.
-func compile(root Expr) (nodes []node, places []string, work int, err error) {
+func compile(ctx context.Context, root Expr) (nodes []node, places []string, work int, err error) {
 	top := &Rule{Name: "root", Body: root}
-	c := newCompiler()
+	c := newCompiler(ctx)
 	c.start(top)
 	for len(c.queue) > 0 && c.err == nil {
 		r := c.queue[0]
@@ -313,31 +320,36 @@ func (c *compiler) join(edges []edge, marks []bool, intern func([]int32) int32) 
 		return nil
 	}
 	c.spend(len(edges))
-	bounds := make([]int, 0, 2*len(edges))
+	slices.SortFunc(edges, func(a, b edge) int { return cmp.Compare(a.lo, b.lo) })
+	var bounds [257]bool
 	for _, e := range edges {
-		bounds = append(bounds, int(e.lo), int(e.hi)+1)
+		bounds[e.lo], bounds[int(e.hi)+1] = true, true
 	}
-	slices.Sort(bounds)
-	bounds = slices.Compact(bounds)
-	var out []edge
+	var out, active []edge // active are those that read lo
 	var targets []int32
-	for i := range len(bounds) - 1 {
-		lo, hi := bounds[i], bounds[i+1]-1
-		targets = targets[:0]
-		for _, e := range edges {
-			if int(e.lo) <= lo && hi <= int(e.hi) {
-				targets = append(targets, e.to)
-			}
+	for lo, next := 0, 0; lo < 256; {
+		hi := lo
+		for hi < 255 && !bounds[hi+1] {
+			hi++
 		}
-		if len(targets) == 0 {
+		active = slices.DeleteFunc(active, func(e edge) bool { return int(e.hi) < lo })
+		for ; next < len(edges) && int(edges[next].lo) == lo; next++ {
+			active = append(active, edges[next])
+		}
+		targets = targets[:0]
+		for _, e := range active {
+			targets = append(targets, e.to)
+		}
+		from := lo
+		if lo = hi + 1; len(targets) == 0 {
 			continue
 		}
 		to := intern(c.closure(targets, marks))
-		if n := len(out); n > 0 && out[n-1].to == to && int(out[n-1].hi)+1 == lo {
+		if n := len(out); n > 0 && out[n-1].to == to && int(out[n-1].hi)+1 == from {
 			out[n-1].hi = byte(hi)
 			continue
 		}
-		out = append(out, edge{byte(lo), byte(hi), to})
+		out = append(out, edge{byte(from), byte(hi), to})
 	}
 	return out
 }

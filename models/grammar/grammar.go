@@ -1,6 +1,7 @@
 package grammar
 
 import (
+	"context"
 	"errors"
 	"slices"
 	"sync"
@@ -36,16 +37,17 @@ type nodeMask struct {
 
 // New compiles a grammar. Without a vocabulary it can match texts, and has no masks.
 func New(root Expr, v *Vocabulary) (*Grammar, error) {
-	g, _, err := NewCounted(root, v)
+	g, _, err := NewCounted(context.Background(), root, v)
 	return g, err
 }
 
 // MaxWork is the number of states that a compilation looks at, at most: some seconds.
 const MaxWork = 1 << 26
 
-// NewCounted is New, and returns how many states it has looked at, with an error too.
-func NewCounted(root Expr, v *Vocabulary) (g *Grammar, work int, err error) {
-	nodes, places, work, err := compile(root)
+// NewCounted is New, and returns how many states it has looked at, with an error too. Once the context is done it ends
+// with the cause of that.
+func NewCounted(ctx context.Context, root Expr, v *Vocabulary) (g *Grammar, work int, err error) {
+	nodes, places, work, err := compile(ctx, root)
 	if err != nil {
 		return nil, work, err
 	}
@@ -257,16 +259,16 @@ func (w *walk) maskAlone(n int32) *nodeMask {
 // warmWalks is how many masks that take a walk through all of the vocabulary Warm computes, at about 2 ms each.
 const warmWalks = 48
 
-// Warm computes masks that take long, some 0.1 s of them, so that no step waits for these, and the first one.
+// Warm computes masks that take long, some 0.1 s of them, so that no step waits for these, and the first one. Of an
+// ambiguous grammar it looks at as many configurations as one mask may, since each of its nodes can take that many.
 func (g *Grammar) Warm() {
 	g.Matcher().Mask()
 	all := len(g.v.nodes)
 	m, w := &nodeMask{bits: make([]uint32, g.v.words)}, walk{g: g}
-	for n, budget := 0, warmWalks*all; n < len(g.alone) && budget > 0; n++ {
+	for n, budget := 0, warmWalks*all; n < len(g.alone) && budget > 0 && w.work <= maxMaskWork; n++ {
 		if len(g.a.nodes[n].edges) == 0 || g.alone[n].Load() != nil {
 			continue
 		}
-		w.work = 0
 		visited := w.all(g.a.alone(int32(n)), m)
 		if budget -= visited; visited < all/16 || w.work > maxMaskWork {
 			clear(m.bits)

@@ -46,6 +46,7 @@ func TestRegex(t *testing.T) {
 		{pattern: `[]\s]\\s[[:alpha:]\s]..`, yes: []string{"]\\saab", "\f\\s é\t"}, no: []string{"a\\saab", "]\\s1ab", "]\\sa\rb", "]\\sa\u2028b"}},
 		{pattern: `(?!.*\s$)[^x]+`, yes: []string{"a b", "\u00a0b", "\rb"}, no: []string{"a ", "a\u00a0", "x", "a\r "}},
 		{pattern: `(?s)a.`, yes: []string{"a\n", "a\u2028"}},
+		{pattern: `\(?s.[(?s]`, yes: []string{"(s.s", "sa?"}, no: []string{"s\rs", "(s\u2028?"}},
 		{pattern: `(a|b)*abb`, yes: []string{"abb", "aababb"}, no: []string{"ab", "abba"}},
 		{pattern: `(a?){3}b`, yes: []string{"b", "aaab"}, no: []string{"aaaab"}},
 		{pattern: `(?=.*[A-Z])(?=.*\d)[A-Za-z\d]{4,}`, yes: []string{"Ab12", "1xxxxA"}, no: []string{"ab12", "ABCD", "A1", "Ab1!x"}},
@@ -87,7 +88,7 @@ func TestRegex(t *testing.T) {
 	}
 	for pattern, want := range map[string]string{
 		`(a(?=b)b)*`: "lookahead", `((?!a)b){2}`: "lookahead", `(?=a`: "has no end", `(?i)(?=a)b`: "flags", `(?=(?<=a)b)b`: "lookbehind", `(^a|b)(?=c)`: "anchor (^) in some", `(?=^a)b`: "anchor (^) in a lookahead", `^b(?=^a)`: "anchor (^) in a lookahead",
-		strings.Repeat("(?=a)", maxLookaheads+1): "more than 32", strings.Repeat("(?=", 6) + strings.Repeat(")", 6): "deep", `(?<!a)b`: "lookbehind", `(a)\1`: `backreferences (\1)`, `a\b`: "word boundaries", `a^b`: "anchor (^)",
+		strings.Repeat("(?=a)", maxLookaheads+1): "more than 32", strings.Repeat("(?=", 6) + strings.Repeat(")", 6): "deep", `(?<!a)b`: "lookbehind", `(a)\1`: `backreferences (\1)`, `(a)\12`: `backreferences (\1)`, `a\b`: "word boundaries", `a^b`: "anchor (^)", `$^`: "anchor (^)", `^$^`: "anchor (^)",
 		`(a$)+`: "anchor ($)", `(?m)^a$`: "anchors of lines", `a(`: "missing closing )", strings.Repeat("a", maxPattern+1): "the maximum is", "\xff": "UTF-8",
 		`[`: "missing closing ]",
 	} {

@@ -1,7 +1,10 @@
 package grammar
 
 import (
+	"context"
 	"errors"
+	"fmt"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -67,6 +70,55 @@ func TestAmbiguous(t *testing.T) {
 		// A step adds at most some 9 * maxConfigs.
 		if kept += len(g.a.frames); kept != g.a.kept || kept > maxKept+9*maxConfigs {
 			t.Fatalf("%d configurations and frames are kept, and %d counted", kept, g.a.kept)
+		}
+	}
+}
+
+// TestWarmAmbiguous: masks that are computed ahead take no longer in all than one may, also where the rules of which each
+// takes long are many.
+func TestWarmAmbiguous(t *testing.T) {
+	var b strings.Builder
+	b.WriteString("root ::= \"0\"")
+	for i := range 8 {
+		fmt.Fprintf(&b, " | \"%d\" s%d", i, i)
+	}
+	for i := range 8 {
+		_, rules, _ := strings.Cut(ambiguous, "\n")
+		b.WriteString("\n" + regexp.MustCompile(`\b[st]\b`).ReplaceAllString(rules, fmt.Sprintf("${0}%d", i)))
+	}
+	e, err := ParseGBNF(b.String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	g, err := New(e, letters(3000))
+	if err != nil {
+		t.Fatal(err)
+	}
+	g.Warm()
+	if err := g.Err(); err != nil {
+		t.Error(err)
+	}
+	if n := g.a.lastID; n > maxMaskWork {
+		t.Errorf("%d frames were made", n)
+	}
+}
+
+// TestCancelled: a compilation ends soon after its context does, with the cause of that.
+func TestCancelled(t *testing.T) {
+	gone := errors.New("gone")
+	ctx, cancel := context.WithCancelCause(t.Context())
+	cancel(gone)
+	for _, pattern := range []string{`([ac]|b)*a[abc]{15}`, `(?=(a|b)*a(a|b){14})(?=(a|b)*b(a|b){9}c).*`} {
+		e, err := Regex(pattern)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, work, err := NewCounted(ctx, e, nil)
+		if !errors.Is(err, gone) || work > 4*checkEvery {
+			t.Errorf("%s: error %v after %d states", pattern, err, work)
+		}
+		if _, work, err = NewCounted(t.Context(), e, nil); errors.Is(err, gone) || work < 8*checkEvery {
+			t.Errorf("%s: error %v after %d states", pattern, err, work)
 		}
 	}
 }

@@ -135,7 +135,7 @@ func (c *compiler) flat(e Expr) machine {
 	if c.err != nil {
 		return nil
 	}
-	sub := newCompiler()
+	sub := newCompiler(c.ctx)
 	sub.copies, sub.place, sub.work, sub.depth, sub.machines = true, c.place, c.work, c.depth, c.machines
 	top := &Rule{Name: "part", Body: e, Place: c.place}
 	sub.start(top)

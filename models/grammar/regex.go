@@ -62,6 +62,11 @@ func parsePattern(pattern string, depth int, loose bool) (*Pattern, error) {
 	if err != nil {
 		return nil, err
 	}
+	for i := 0; i < len(text); i += width(text[i:]) {
+		if escape := text[i:min(i+2, len(text))]; escape[0] == '\\' && escape[1:] >= "1" && escape[1:] <= "9" { // Go reads some as octal
+			return nil, fmt.Errorf("backreferences (%s) are not supported", escape)
+		}
+	}
 	re, err := syntax.Parse(dialects(text, loose), syntax.Perl)
 	if err != nil {
 		var bad *syntax.Error
@@ -84,8 +89,6 @@ func parsePattern(pattern string, depth int, loose bool) (*Pattern, error) {
 func unsupportedPattern(e *syntax.Error) string {
 	at := strings.TrimPrefix(e.Expr, "(?P")
 	switch {
-	case e.Code == syntax.ErrInvalidEscape && len(e.Expr) == 2 && e.Expr[1] >= '1' && e.Expr[1] <= '9':
-		return fmt.Sprintf("backreferences (%s) are not supported", e.Expr)
 	case strings.HasPrefix(at, "(?<=") || strings.HasPrefix(at, "(?<!"):
 		return "lookbehind ((?<=, (?<!) is not supported"
 	}
@@ -104,7 +107,10 @@ const (
 // the dot as what they match in all dialects, those of Go, Python and ECMAScript, or, where loose, in at least one.
 func dialects(pattern string, loose bool) string {
 	var b strings.Builder
-	dotAll := dotMatchesAll.MatchString(pattern)
+	dotAll := false
+	for i := 0; i < len(pattern) && !dotAll; i += width(pattern[i:]) {
+		dotAll = dotMatchesAll.MatchString(pattern[i:])
+	}
 	for i := 0; i < len(pattern); {
 		end := i + width(pattern[i:])
 		part := pattern[i:end]
@@ -158,8 +164,8 @@ func dialects(pattern string, loose bool) string {
 	return b.String()
 }
 
-// dotMatchesAll finds the flag of a dot that matches ends of lines.
-var dotMatchesAll = regexp.MustCompile(`\(\?[a-zA-Z]*s`)
+// dotMatchesAll is the flag of a dot that matches ends of lines.
+var dotMatchesAll = regexp.MustCompile(`^\(\?[a-zA-Z]*s`)
 
 // unicodeEscape is \uXXXX, or two of them that are a surrogate pair, as Go writes it, and its length; 0: the pattern does
 // not begin with one.
@@ -210,7 +216,8 @@ func (p *Pattern) checkAnchors(re *syntax.Regexp, first, last, repeated bool) er
 		p.looks = p.looks || !last
 	case syntax.OpConcat:
 		for i, sub := range re.Sub {
-			if err := p.checkAnchors(sub, first && !slices.ContainsFunc(re.Sub[:i], p.advances), last && !slices.ContainsFunc(re.Sub[i+1:], p.advances), repeated); err != nil {
+			behind := slices.ContainsFunc(re.Sub[:i], func(s *syntax.Regexp) bool { return s.Op == syntax.OpEndText || p.advances(s) })
+			if err := p.checkAnchors(sub, first && !behind, last && !slices.ContainsFunc(re.Sub[i+1:], p.advances), repeated); err != nil {
 				return err
 			}
 		}

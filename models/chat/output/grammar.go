@@ -2,6 +2,7 @@ package output
 
 import (
 	"strings"
+	"unicode/utf8"
 
 	"github.com/moeserve/moeserve/models/grammar"
 	"github.com/moeserve/moeserve/models/grammar/schema"
@@ -96,6 +97,13 @@ func xmlArguments(f *Function) grammar.Expr {
 			if m.Null {
 				value = grammar.Any(value, grammar.Seq(grammar.Literal("null"), end))
 			}
+		case m.Text && m.Chars != nil:
+			char := grammar.Repeat(grammar.Runes(0, utf8.MaxRune), 0, -1)
+			value = grammar.Except(m.Chars, grammar.Seq(char, grammar.Literal(closeParameter), char))
+			if m.Null {
+				value = grammar.Any(value, grammar.Literal("null"))
+			}
+			value = grammar.Seq(value, end)
 		case m.Text:
 			value = grammar.Seq(grammar.Until(closeParameter), grammar.Literal("\n"))
 		}

@@ -8,6 +8,8 @@ import (
 	"testing"
 
 	"github.com/moeserve/moeserve/models/chat/output"
+	"github.com/moeserve/moeserve/models/grammar"
+	"github.com/moeserve/moeserve/models/grammar/schema"
 )
 
 var tools = map[string]output.Tool{
@@ -390,6 +392,51 @@ func TestArgumentsAreJSON(t *testing.T) {
 		got := parse(output.Options{Format: f, Tools: tools}, text)
 		if args := output.Join(got, output.Arguments); !json.Valid([]byte(args)) || len(got) < 2 {
 			t.Errorf("%q: %s", text, show(got))
+		}
+	}
+}
+
+// TestRestrictedStrings: strings that stand in tags as they are follow the keywords of their schema, too.
+func TestRestrictedStrings(t *testing.T) {
+	members, listed := schema.Members([]byte(`{"type": "object", "properties": {
+		"code": {"type": "string", "pattern": "^[a-z\"\n]+$", "maxLength": 4},
+		"day": {"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]},
+		"name": {"type": "string", "minLength": 2, "not": {"enum": ["me"]}},
+		"link": {"type": "string", "pattern": "^<"},
+		"text": {"type": "string"}}}`), schema.Options{})
+	if !listed {
+		t.Fatal("the members are not listed")
+	}
+	e := output.QwenXML.Calls([]output.Function{{Name: "f", Members: members, Listed: true}}, false, "", false)
+	g, err := grammar.New(e, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		name, value string
+		want        bool
+	}{
+		{"code", `a"`, true},
+		{"code", "\na\n", true},
+		{"code", "A", false},
+		{"code", "abcde", false},
+		{"code", "", false},
+		{"day", "2024-02-29", true},
+		{"day", "null", true},
+		{"day", "2023-02-29", false},
+		{"day", "", false},
+		{"name", "éé", true},
+		{"name", "me", false},
+		{"name", "m", false},
+		{"link", "<a>\n</a>", true},
+		{"link", "<</parameter>", false},
+		{"link", "a", false},
+		{"text", "any\n\"text\"", true},
+		{"text", "", true},
+	} {
+		text := "<tool_call>\n<function=f>\n<parameter=" + c.name + ">\n" + c.value + "\n</parameter>\n</function>\n</tool_call>"
+		if got := g.Match(text); got != c.want {
+			t.Errorf("%s of %q is written: %v, want %v", c.name, c.value, got, c.want)
 		}
 	}
 }

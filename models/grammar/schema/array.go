@@ -41,7 +41,7 @@ func (c *compiler) unique(s *shape) (grammar.Expr, error) {
 		}
 		var at []int
 		for _, v := range list {
-			k := slices.IndexFunc(values, func(w any) bool { return equal(v, w) })
+			k := slices.IndexFunc(values, func(w any) bool { return identity(v) == identity(w) })
 			if k < 0 {
 				k, values = len(values), append(values, v)
 			}

@@ -16,8 +16,14 @@ type decimal struct {
 	whole, part string
 }
 
-// maxDigits is the maximum number of digits of a bound.
-const maxDigits = 40
+const (
+	// maxDigits is the maximum number of digits of a bound.
+	maxDigits = 40
+	// maxFraction is that of digits written behind the point. exactDigits are those of a decimal that a float64 tells from
+	// all others of as many.
+	maxFraction = 17
+	exactDigits = 15
+)
 
 func parseDecimal(n json.Number) (decimal, error) {
 	var d decimal
@@ -87,6 +93,18 @@ type bound struct {
 	open bool // the bound itself is outside
 }
 
+// places is how many digits are written behind the point of numbers beside some bounds. Beside one that is itself outside
+// they are as few as it takes for a number to be another one than the bound, also for those who read it as a float64.
+func places(bounds ...*bound) int {
+	n := maxFraction
+	for _, b := range bounds {
+		if b != nil && b.open {
+			n = min(n, max(exactDigits-max(len(b.whole), 1), 1))
+		}
+	}
+	return n
+}
+
 // tighter returns the tighter one of two lower (sign 1) or upper (sign -1) bounds.
 func tighter(a, b *bound, sign int) *bound {
 	switch {
@@ -107,7 +125,7 @@ var (
 	nonZero = grammar.Runes('1', '9')
 	// wholeNumber has up to 18 digits, which an int64 holds.
 	wholeNumber = grammar.Any(grammar.Literal("0"), grammar.Seq(nonZero, grammar.Repeat(digit, 0, 17)))
-	fraction    = grammar.Seq(grammar.Literal("."), grammar.Repeat(digit, 1, 17))
+	fraction    = grammar.Seq(grammar.Literal("."), grammar.Repeat(digit, 1, maxFraction))
 	anyInteger  = grammar.Seq(grammar.Optional(grammar.Literal("-")), wholeNumber)
 	// anyNumber has an exponent that a float64 holds.
 	anyNumber = grammar.Seq(anyInteger, grammar.Optional(fraction),
@@ -223,7 +241,7 @@ func numbers(lo, hi *bound) grammar.Expr {
 		}
 	}
 	var parts []grammar.Expr
-	zero := &bound{}
+	zero, n := &bound{}, places(lo, hi)
 	if lo == nil || lo.negative { // "-" and the mirrored range
 		from := zero
 		if hi != nil && (hi.negative || hi.zero()) {
@@ -233,20 +251,21 @@ func numbers(lo, hi *bound) grammar.Expr {
 		if lo != nil {
 			to = &bound{decimal{whole: lo.whole, part: lo.part}, lo.open}
 		}
-		parts = append(parts, grammar.Seq(grammar.Literal("-"), decimals(from, to)))
+		parts = append(parts, grammar.Seq(grammar.Literal("-"), decimals(from, to, n)))
 	}
 	if hi == nil || !hi.negative {
 		from := zero
 		if lo != nil && !lo.negative {
 			from = lo
 		}
-		parts = append(parts, decimals(from, hi))
+		parts = append(parts, decimals(from, hi, n))
 	}
 	return grammar.Any(parts...)
 }
 
-// decimals is the numbers from lo to hi, which are not negative; hi may be nil.
-func decimals(lo, hi *bound) grammar.Expr {
+// decimals is the numbers from lo to hi, which are not negative, with up to some digits behind the point; hi may be nil.
+func decimals(lo, hi *bound, places int) grammar.Expr {
+	fraction := grammar.Seq(grammar.Literal("."), grammar.Repeat(digit, 1, places))
 	whole := func(b *bound) *big.Int {
 		n, _ := new(big.Int).SetString("0"+b.whole, 10)
 		return n
@@ -256,16 +275,16 @@ func decimals(lo, hi *bound) grammar.Expr {
 	literal := func(n *big.Int) grammar.Expr { return grammar.Literal(n.String()) }
 	if hi == nil {
 		return grammar.Any(
-			grammar.Seq(literal(from), part{lo: lo}.expr()),
+			grammar.Seq(literal(from), part{lo, nil, places}.expr()),
 			grammar.Seq(positive(above, nil), grammar.Optional(fraction)))
 	}
 	to := whole(hi)
 	if from.Cmp(to) == 0 {
-		return grammar.Seq(literal(from), part{lo, hi}.expr())
+		return grammar.Seq(literal(from), part{lo, hi, places}.expr())
 	}
 	parts := []grammar.Expr{
-		grammar.Seq(literal(from), part{lo: lo}.expr()),
-		grammar.Seq(literal(to), part{hi: hi}.expr()),
+		grammar.Seq(literal(from), part{lo, nil, places}.expr()),
+		grammar.Seq(literal(to), part{nil, hi, places}.expr()),
 	}
 	if below := new(big.Int).Sub(to, one); above.Cmp(below) <= 0 {
 		parts = append(parts, grammar.Seq(positive(above, below), grammar.Optional(fraction)))
@@ -274,7 +293,10 @@ func decimals(lo, hi *bound) grammar.Expr {
 }
 
 // part is what is behind the whole part of a number, where that is the bound's; nil: there is none.
-type part struct{ lo, hi *bound }
+type part struct {
+	lo, hi *bound
+	places int // digits of it, where they are not those of a bound
+}
 
 func (p part) expr() grammar.Expr {
 	parts := []grammar.Expr{grammar.Seq(grammar.Literal("."), p.digits(0, true))}
@@ -308,18 +330,18 @@ func (p part) digits(i int, must bool) grammar.Expr {
 		}
 		return '0'
 	}
-	least := 0
+	least, left := 0, max(p.places-i, 1)
 	if must {
 		least = 1
 	}
 	switch {
 	case p.lo == nil && p.hi == nil:
-		return grammar.Repeat(digit, least, 17)
+		return grammar.Repeat(digit, least, left)
 	case p.hi == nil && i >= len(p.lo.part):
 		if !p.lo.open {
-			return grammar.Repeat(digit, least, 17)
+			return grammar.Repeat(digit, least, left)
 		}
-		return grammar.Seq(grammar.Repeat(grammar.Literal("0"), 0, 8), nonZero, grammar.Repeat(digit, 0, 8))
+		return notZero(left)
 	case p.hi != nil && i >= len(p.hi.part) && (p.lo == nil || i >= len(p.lo.part)):
 		if !p.mayEnd(i) {
 			return grammar.Any()
@@ -338,18 +360,27 @@ func (p part) digits(i int, must bool) grammar.Expr {
 	default:
 		from, to := lo, hi
 		if p.lo != nil {
-			one(lo, part{lo: p.lo, hi: tight(p.hi, lo == hi)})
+			one(lo, part{p.lo, tight(p.hi, lo == hi), p.places})
 			from++
 		}
 		if p.hi != nil && !(p.lo != nil && lo == hi) {
-			one(hi, part{lo: tight(p.lo, lo == hi), hi: p.hi})
+			one(hi, part{tight(p.lo, lo == hi), p.hi, p.places})
 			to--
 		}
 		if from <= to {
-			parts = append(parts, grammar.Seq(grammar.Runes(rune(from), rune(to)), grammar.Repeat(digit, 0, 16)))
+			parts = append(parts, grammar.Seq(grammar.Runes(rune(from), rune(to)), grammar.Repeat(digit, 0, left-1)))
 		}
 	}
 	return grammar.Any(parts...)
+}
+
+// notZero is up to some digits, of which one is not 0.
+func notZero(most int) grammar.Expr {
+	e := grammar.Seq(nonZero, grammar.Repeat(digit, 0, most-1))
+	if most == 1 {
+		return e
+	}
+	return grammar.Any(e, grammar.Seq(grammar.Literal("0"), notZero(most-1)))
 }
 
 func tight(b *bound, is bool) *bound {

@@ -7,7 +7,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"slices"
+	"strconv"
 	"strings"
 )
 
@@ -125,25 +127,46 @@ func text(v any) string {
 // separators spells what encoding/json escapes for JavaScript of old. Of a backslash only its own escape begins with two.
 var separators = strings.NewReplacer(`\\`, `\\`, `\u2028`, "\u2028", `\u2029`, "\u2029")
 
-// equal compares values as JSON Schema does: numbers by what they are, objects without order.
-func equal(a, b any) bool {
-	switch a := a.(type) {
+// identity is one text of all values that JSON Schema takes for equal: numbers by what they are, objects without order.
+func identity(v any) string {
+	switch v := v.(type) {
 	case *object:
-		b, ok := b.(*object)
-		return ok && len(a.names) == len(b.names) && !slices.ContainsFunc(a.names, func(n string) bool { return !b.has(n) || !equal(a.values[n], b.values[n]) })
-	case []any:
-		b, ok := b.([]any)
-		return ok && slices.EqualFunc(a, b, equal)
-	case json.Number:
-		b, ok := b.(json.Number)
-		if !ok {
-			return false
+		names := slices.Sorted(slices.Values(v.names))
+		for i, n := range names {
+			names[i] = text(n) + ":" + identity(v.values[n])
 		}
-		x, err1 := parseDecimal(a)
-		y, err2 := parseDecimal(b)
-		return err1 == nil && err2 == nil && x.compare(y) == 0
+		return "{" + strings.Join(names, ",") + "}"
+	case []any:
+		parts := make([]string, len(v))
+		for i, x := range v {
+			parts[i] = identity(x)
+		}
+		return "[" + strings.Join(parts, ",") + "]"
+	case json.Number:
+		digits, exponent := scientific(v)
+		return digits + "e" + strconv.Itoa(exponent)
 	}
-	return a == b
+	return text(v)
+}
+
+// scientific is the digits of a number, without zeros at their ends, and the power of ten of the last of them.
+func scientific(n json.Number) (digits string, exponent int) {
+	mantissa, power, _ := strings.Cut(strings.ToLower(string(n)), "e")
+	if power != "" {
+		exponent, _ = strconv.Atoi(power) // the largest one of those beyond it
+		exponent = min(max(exponent, math.MinInt32), math.MaxInt32)
+	}
+	mantissa, negative := strings.CutPrefix(mantissa, "-")
+	whole, part, _ := strings.Cut(mantissa, ".")
+	digits = strings.TrimRight(whole+part, "0")
+	exponent += len(whole) - len(digits)
+	if digits = strings.TrimLeft(digits, "0"); digits == "" {
+		return "0", 0
+	}
+	if negative {
+		digits = "-" + digits
+	}
+	return digits, exponent
 }
 
 // Error is a part of a schema that is wrong, or not supported.
@@ -166,10 +189,16 @@ type located struct {
 	path  string
 }
 
+// inPointer spells a name as a part of a JSON pointer, and fromPointer reads one.
+var (
+	inPointer   = strings.NewReplacer("~", "~0", "/", "~1")
+	fromPointer = strings.NewReplacer("~1", "/", "~0", "~")
+)
+
 func (l located) at(names ...string) string {
 	path := l.path
 	for _, n := range names {
-		path += "/" + strings.NewReplacer("~", "~0", "/", "~1").Replace(n)
+		path += "/" + inPointer.Replace(n)
 	}
 	return path
 }

@@ -1,7 +1,7 @@
 package schema
 
 import (
-	"errors"
+	"context"
 	"fmt"
 	"net/url"
 	"slices"
@@ -22,6 +22,17 @@ type Options struct {
 	// Open lets objects that declare properties and do not say additionalProperties have others, and values without a
 	// type be of any, as the specification has it.
 	Open bool
+	// Context is that of the request: once it is done, what is being compiled ends with its cause. Default: never.
+	Context context.Context
+	// Work counts what compilations take. Those that share one take as long together as one alone may. Default: its own.
+	Work *Work
+}
+
+// Work is what compilations have taken so far.
+type Work struct {
+	// States of grammars that were looked at, at most grammar.MaxWork. Callers may add those that they have compiled.
+	States int
+	merged int // pairs of names that merges compared
 }
 
 // someSpace is the default of Options.Space.
@@ -71,9 +82,11 @@ type Member struct {
 	Required bool
 	// Of is its values as JSON.
 	Of grammar.Expr
-	// Text: all values are strings, or null with Null; of Values, if there are any.
+	// Text: all values are strings, or null with Null; of Values, if there are any, or else of these characters, as they
+	// are; nil: any.
 	Text, Null bool
 	Values     []string
+	Chars      grammar.Expr
 }
 
 // Members are the properties of a schema of objects; false: there may be others, their number is limited, or the schema
@@ -106,15 +119,31 @@ func Members(data []byte, o Options) ([]Member, bool) {
 		if err != nil {
 			return nil, false
 		}
+		var chars []grammar.Expr
+		free := false
 		for _, v := range values {
+			if v.types&isString != 0 && !v.hasEnum {
+				e, err := c.characters(v)
+				if err != nil {
+					return nil, false
+				}
+				chars, free = append(chars, e), free || e == nil
+			}
 			m.Text = m.Text && (v.types|isNull == isString|isNull || v.types == isNull)
 			m.Null = m.Null || v.types&isNull != 0
-			for _, x := range v.enum {
+			fits, err := c.fitting(v)
+			if err != nil {
+				return nil, false
+			}
+			for _, x := range fits {
 				if t, ok := x.(string); ok && m.Text {
 					m.Values = append(m.Values, t)
 				}
 			}
-			m.Text = m.Text && (!v.hasEnum || len(values) == 1)
+			m.Text = m.Text && (!v.hasEnum || len(values) == 1 && len(fits) > 0)
+		}
+		if m.Text && len(chars) > 0 && !free {
+			m.Chars = &grammar.Rule{Name: "characters", Body: grammar.Any(chars...), Place: "at " + p.of[0].path}
 		}
 		members[i] = m
 	}
@@ -134,14 +163,20 @@ type compiler struct {
 	depth      int
 	reads      int // of schemas
 	looked     int // reads for contradictions
-	enums      int // beside other keywords
-	enumWork   int // of their grammars
 	patterns   map[string]namePattern
-	nameWork   int // of the grammars of names
+	// alternatives are those that kept keeps, by the key of the schemas; matchers are of strings.
+	alternatives map[string][]*shape
+	matchers     map[string]func(string) bool
 }
 
 func newCompiler(root any, o Options) *compiler {
-	c := &compiler{root: root, o: o, rules: map[string]*grammar.Rule{}, strings: map[string]*grammar.Rule{}, open: map[string]bool{}, patterns: map[string]namePattern{}, space: o.Space}
+	c := &compiler{root: root, o: o, rules: map[string]*grammar.Rule{}, strings: map[string]*grammar.Rule{}, open: map[string]bool{}, patterns: map[string]namePattern{}, alternatives: map[string][]*shape{}, matchers: map[string]func(string) bool{}, space: o.Space}
+	if c.o.Work == nil {
+		c.o.Work = &Work{}
+	}
+	if c.o.Context == nil {
+		c.o.Context = context.Background()
+	}
 	switch {
 	case o.Compact:
 		c.space = grammar.Seq()
@@ -179,32 +214,52 @@ func (c *compiler) resolve(l located, ref any) (located, error) {
 	if err != nil {
 		return l, l.fail("$ref", "%s is no JSON pointer", strconv.Quote(name))
 	}
+	if c.embedded(l.path) {
+		return l, l.fail("$ref", "%s is not supported: it is within a schema with an $id of its own", strconv.Quote(name))
+	}
 	at, to := c.root, located{path: "#"}
 	if fragment != "" {
 		for _, part := range strings.Split(fragment[1:], "/") {
-			part = strings.NewReplacer("~1", "/", "~0", "~").Replace(part)
-			found := false
-			switch v := at.(type) {
-			case *object:
-				at, found = v.values[part]
-			case []any:
-				if i, err := strconv.Atoi(part); err == nil && i >= 0 && i < len(v) {
-					at, found = v[i], true
-				}
-			}
-			if !found {
+			part = fromPointer.Replace(part)
+			var found bool
+			if at, found = child(at, part); !found {
 				return l, l.fail("$ref", "there is no %s", strconv.Quote(name))
-			}
-			if o, ok := at.(*object); ok && o.has("$id") {
-				if _, isText := o.get("$id").(string); isText {
-					return l, l.fail("$ref", "%s is not supported: it leads into a schema with an $id of its own", strconv.Quote(name))
-				}
 			}
 			to.path = to.at(part)
 		}
 	}
+	if c.embedded(to.path) {
+		return l, l.fail("$ref", "%s is not supported: it leads into a schema with an $id of its own", strconv.Quote(name))
+	}
 	to.value = at
 	return to, nil
+}
+
+// child is a member of an object, or an item of an array.
+func child(of any, name string) (any, bool) {
+	switch v := of.(type) {
+	case *object:
+		return v.get(name), v.has(name)
+	case []any:
+		if i, err := strconv.Atoi(name); err == nil && i >= 0 && i < len(v) {
+			return v[i], true
+		}
+	}
+	return nil, false
+}
+
+// embedded says whether a place is in a part of the schema that has an $id and so is a document of its own.
+func (c *compiler) embedded(path string) bool {
+	at := c.root
+	for _, part := range strings.Split(path, "/")[1:] {
+		at, _ = child(at, fromPointer.Replace(part))
+		if o, ok := at.(*object); ok {
+			if id, isText := o.get("$id").(string); isText && !strings.HasPrefix(id, "#") {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 // together is the alternatives of schemas that hold together.
@@ -231,11 +286,7 @@ func (c *compiler) value(of all) (grammar.Expr, error) {
 	if len(of) == 0 {
 		return c.any(), nil
 	}
-	paths := make([]string, len(of))
-	for i, l := range of {
-		paths[i] = l.path
-	}
-	key := strings.Join(paths, " ")
+	key := of.key()
 	if r := c.rules[key]; r != nil {
 		return r, nil
 	}
@@ -268,6 +319,10 @@ func (c *compiler) value(of all) (grammar.Expr, error) {
 	defer func() { c.depth-- }()
 	parts := make([]grammar.Expr, len(shapes))
 	for i, s := range shapes {
+		c.o.Work.merged += memberCost * (len(s.properties) + len(s.required) + len(s.prefix))
+		if err := c.spent(of[0]); err != nil {
+			return nil, err
+		}
 		if parts[i], err = c.alternative(s); err != nil {
 			return nil, err
 		}
@@ -352,52 +407,6 @@ func (c *compiler) enum(s *shape) (grammar.Expr, error) {
 	return grammar.Literals(texts...), nil
 }
 
-func (c *compiler) fitting(s *shape) ([]any, error) {
-	rest := *s
-	rest.hasEnum, rest.enum, rest.stated = false, nil, true
-	rest.minLength, rest.maxLength = 0, -1 // compared below, without an automaton
-	strict := newCompiler(c.root, Options{Compact: true, Open: true})
-	var fits *grammar.Grammar
-	if s.implied != 0 {
-		if c.enums++; c.enums > maxEnumSchemas {
-			return nil, located{path: s.path}.fail("enum", "more than %d of them are beside other keywords", maxEnumSchemas)
-		}
-		strict.reads, strict.enums, strict.enumWork, strict.nameWork, strict.patterns, strict.looked = c.reads, c.enums, c.enumWork, c.nameWork, c.patterns, c.looked
-		e, err := strict.alternative(&rest)
-		if err != nil {
-			return nil, err
-		}
-		c.reads, c.enums, c.enumWork, c.nameWork, c.looked = strict.reads, strict.enums, strict.enumWork, strict.nameWork, strict.looked
-		if c.enumWork > grammar.MaxWork {
-			return nil, located{path: s.path}.fail("enum", "the keywords beside this and other enums need too many states together: lower their numbers (minItems, maxItems, {m,n}), or leave them out")
-		}
-		var work int
-		fits, work, err = grammar.NewCounted(e, nil)
-		c.enumWork += work
-		switch {
-		case errors.Is(err, grammar.ErrTooLarge):
-			return nil, located{path: s.path}.fail("enum", "the keywords beside it need too many states: lower their numbers (minItems, maxItems, {m,n}), or leave them out")
-		case errors.Is(err, grammar.ErrNoText):
-			return nil, nil // nothing fits the rest
-		case err != nil:
-			return nil, located{path: s.path}.fail("enum", "the keywords beside it: %v", err)
-		}
-	}
-	var values []any
-	for _, v := range s.enum {
-		if x, ok := v.(string); ok {
-			if n := utf8.RuneCountInString(x); n < s.minLength || s.maxLength >= 0 && n > s.maxLength {
-				continue
-			}
-		}
-		if s.types&typeOf(v) == 0 || fits != nil && s.implied&typeOf(v) != 0 && !fits.Match(text(v)) {
-			continue
-		}
-		values = append(values, v)
-	}
-	return values, nil
-}
-
 func (c *compiler) string(s *shape) (grammar.Expr, error) {
 	if s.maxLength >= 0 && s.maxLength < s.minLength {
 		return grammar.Any(), nil
@@ -478,6 +487,49 @@ func (c *compiler) string(s *shape) (grammar.Expr, error) {
 	r := &grammar.Rule{Name: "string", Body: quoted(of), Place: place}
 	c.strings[key.String()] = r
 	return r, nil
+}
+
+// characters is the strings of a shape as they are, without quotes and escapes; nil: any.
+func (c *compiler) characters(s *shape) (grammar.Expr, error) {
+	char := grammar.Runes(0, utf8.MaxRune)
+	text := grammar.Repeat(char, 0, -1)
+	var parts, not []grammar.Expr
+	for _, l := range s.patterns {
+		p, err := grammar.ParsePattern(l.value.(string))
+		if err != nil {
+			return nil, l.fail("pattern", "%v", err)
+		}
+		parts = append(parts, p.Within(grammar.Runes, char))
+	}
+	for _, l := range s.notPatterns {
+		p, err := grammar.ParseExcluded(l.value.(string))
+		if err != nil {
+			return nil, l.fail("pattern", "%v", err)
+		}
+		not = append(not, p.Within(grammar.Runes, char))
+	}
+	for _, t := range s.notStrings {
+		not = append(not, grammar.Literal(t))
+	}
+	most := s.maxLength
+	for _, f := range s.formats { // whose characters need no escapes
+		if parts = append(parts, formats[f]); f == "uri" && most > maxURI {
+			most = max(maxURI, s.minLength)
+		}
+	}
+	if s.minLength > 0 || most >= 0 {
+		if most >= 0 && most < s.minLength {
+			return grammar.Any(), nil
+		}
+		parts = append(parts, grammar.Repeat(char, s.minLength, most))
+	}
+	switch {
+	case len(parts)+len(not) == 0:
+		return nil, nil
+	case len(parts) == 0:
+		parts = append(parts, text)
+	}
+	return grammar.Except(grammar.All(parts...), not...), nil
 }
 
 // several is how errors call n keywords of a name that hold together.

@@ -2,6 +2,7 @@ package schema_test
 
 import (
 	"bufio"
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -50,6 +51,11 @@ func TestCompile(t *testing.T) {
 		{`{"type": "integer", "minimum": -3, "exclusiveMaximum": 120}`, []string{"-3", "0", "7", "119", "99"}, []string{"-4", "120", "1.0", "01"}},
 		{`{"type": "number", "minimum": 0.5, "maximum": 2.25}`, []string{"0.5", "0.51", "1", "1.999", "2", "2.2", "2.25", "2.250"}, []string{"0.49", "0", "2.26", "2.251", "-1", "3"}},
 		{`{"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1}`, []string{"0.1", "0.001", "0.999"}, []string{"0", "0.0", "1", "1.0", "-0.5"}},
+		// Of these, as float64, none is the bound.
+		{`{"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 5}`, []string{"4.99999999999999", "0.00000000000001"}, []string{"4.99999999999999999", "4.9999999999999999"}},
+		{`{"type": "number", "exclusiveMinimum": 123456789, "maximum": 123456790}`, []string{"123456789.000001", "123456789.999999", "123456790"}, []string{"123456789.000000001", "123456789.00000001"}},
+		{`{"type": "number", "not": {"const": -2.5}}`, []string{"-2.49999999999999", "-2.50000000000001"}, []string{"-2.49999999999999999", "-2.50000000000000001"}},
+		{`{"type": "number", "not": {"type": "integer"}, "minimum": -20}`, []string{"0.5", "-19.05", "1.00000000000001", "99999999999999.5", "1.50"}, []string{"1", "1.0", "1.99999999999999999", "1.00000000000000001", "100000000000000000.5", "-0.0"}},
 		{`{"type": "number", "maximum": -1.5}`, []string{"-1.5", "-2", "-1.51", "-100.25"}, []string{"-1.4", "0", "1"}},
 		{`{"type": "integer", "multipleOf": 7, "minimum": -20, "maximum": 700}`, []string{"0", "7", "-14", "693", "700"}, []string{"1", "-21", "707", "70.0", "-0", "00"}},
 		{`{"type": "integer", "multipleOf": 2.5}`, []string{"0", "5", "-10", "999999999999999995"}, []string{"2.5", "2", "-4"}},
@@ -126,6 +132,28 @@ func TestCompile(t *testing.T) {
 			[]string{`{}`, `{"street":null}`, `{"card":1,"street":null}`},
 			[]string{`{"card":1}`},
 		},
+		{`{"enum": [{"card": 1}, {"card": 1, "street": null}, {}], "dependentRequired": {"card": ["street"]}}`, []string{`{"card":1,"street":null}`, `{}`}, []string{`{"card":1}`}},
+		// Numbers with many digits are equal, and whole, by what they are.
+		{`{"oneOf": [{"const": 1e20}, {"enum": [10e19, 2]}]}`, []string{`2`}, []string{`1e20`, `10e19`}},
+		{`{"enum": [1e50, 3, 25e-1, 1e-50], "not": {"type": "integer"}}`, []string{`25e-1`, `1e-50`}, []string{`1e50`, `3`}},
+		{`{"allOf": [{"enum": [{"a": [1e50, 0], "b": "x"}]}, {"const": {"b": "x", "a": [1.0e+50, -0.0]}}]}`, []string{`{"a":[1e50,0],"b":"x"}`}, nil},
+		// A name that looks like the place of another schema.
+		{
+			`{"type": "object", "if": {"properties": {"a": {"const": 1}, "a (not)": {"const": 1}}, "required": ["a"]}, "then": {"required": ["b"]}, "properties": {"b": {"type": "null"}}}`,
+			[]string{`{"b":null,"a":1}`, `{"a":2}`, `{}`},
+			[]string{`{"a":1}`},
+		},
+		// Values of an enum beside keywords whose own texts have another order, or another spelling, or that need few items.
+		{
+			`{"enum": [{"b": 1, "a": {"y": 2, "x": 3}}, {"b": "x"}], "properties": {"a": {"properties": {"x": {"minimum": 1}, "y": {}}}, "b": {"type": "integer"}}}`,
+			[]string{`{"b":1,"a":{"y":2,"x":3}}`},
+			[]string{`{"b":"x"}`},
+		},
+		{`{"enum": [1.5e-3, 12345678901234567890, 0.12345678901234567890, -1e-3, 7], "minimum": 0, "not": {"const": 7.0}}`, []string{`1.5e-3`, `12345678901234567890`, `0.12345678901234567890`}, []string{`-1e-3`, `7`}},
+		{`{"enum": [1.5e-3, 2e-3, 1e20], "multipleOf": 0.001}`, []string{`2e-3`, `1e20`}, []string{`1.5e-3`}},
+		{`{"enum": [[1, 2], [1, 1.0], [2, "a"]], "uniqueItems": true, "contains": {"const": 2}, "allOf": [{"contains": {"type": "integer"}, "minContains": 2}]}`, []string{`[1,2]`}, []string{`[1,1]`, `[2,"a"]`}},
+		{`{"enum": [{"a": 1, "b": 2}, {"a": 1}, {"a": 1, "ccc": 2}], "minProperties": 2, "propertyNames": {"maxLength": 2}}`, []string{`{"a":1,"b":2}`}, []string{`{"a":1}`, `{"a":1,"ccc":2}`}},
+		{`{"$id": "http://example.com/a", "properties": {"a": {"$id": "#a", "items": {"$ref": "#/$defs/b"}}, "$id": {"type": "null"}}, "$defs": {"b": {"type": "null"}}}`, []string{`{"a":[null],"$id":null}`}, []string{`{"a":[1]}`}},
 		// Sets and dictionaries of pydantic, records of zod.
 		{`{"type": "array", "items": {"enum": ["x", "y", 1]}, "uniqueItems": true, "minItems": 1}`, []string{`["x"]`, `["y", "x"]`, `[1,"x","y"]`}, []string{`[]`, `["x","x"]`, `["x",1,"x"]`, `["z"]`}},
 		{`{"type": "array", "items": {"type": "string"}, "uniqueItems": true, "maxItems": 1}`, []string{`["x"]`, `[]`}, []string{`["x","y"]`}},
@@ -186,6 +214,7 @@ func TestRefused(t *testing.T) {
 		`{"patternProperties": 1}`:                                             "patternProperties at #: it must be an object",
 		`{"patternProperties": {"a": {}, "b": {}, "c": {}, "d": {}, "e": {}}}`: "patternProperties at #: more than 4 patterns",
 		`{"type": "object", "minProperties": 2}`:                               "minProperties at #: it is not supported above the number of properties and one",
+		`{"uniqueItems": "true"}`:                                              "uniqueItems at #: it must be true or false",
 		`{"uniqueItems": true}`:                                                "uniqueItems at #: it is supported where items have few values",
 		`{"uniqueItems": true, "items": {"enum": [1,2,3,4,5,6,7,8,9,10,11,12,13]}}`: "uniqueItems at #: its items have 13 values",
 		`{"contains": {}, "minContains": 2000}`:                                     "contains at #: it is not supported beside so large numbers",
@@ -193,7 +222,9 @@ func TestRefused(t *testing.T) {
 		`{"type": "str"}`:                   `type at #: "str" is no type`,
 		`{"$ref": "#/$defs/x"}`:             `there is no "#/$defs/x"`,
 		`{"$ref": "https://example.com/a"}`: "only references within the schema",
-		`{"$ref": "#"}`:                     "$ref at #: it refers to itself",
+		`{"prefixItems": [{"$id": "http://example.com/a", "$defs": {"b": {}}, "allOf": [{"$ref": "#/$defs/b"}]}], "$defs": {"b": {"type": "null"}}}`: "$ref at #/prefixItems/0/allOf/0: \"#/$defs/b\" is not supported: it is within a schema with an $id",
+		`{"$ref": "#/$defs/b", "$defs": {"b": {"$id": "http://example.com/b", "items": {}}}}`:                                                        "$ref at #: \"#/$defs/b\" is not supported: it leads into a schema with an $id",
+		`{"$ref": "#"}`: "$ref at #: it refers to itself",
 		`{"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}`: "refers to itself",
 		`{"allOf": [{"$ref": "#"}]}`:                                                                   "refers to itself",
 		`{"oneOf": [{"type": "string"}, {"format": "date"}]}`:                                          "that differ; what would distinguish them here: format at #/oneOf/1",
@@ -204,6 +235,7 @@ func TestRefused(t *testing.T) {
 		`{"type": "array", "items": [{}], "prefixItems": [{}]}`:                                        "it must be one schema beside prefixItems",
 		`{"propertyNames": {"pattern": "("}}`:                                                          "pattern at #/propertyNames: missing",
 		`{"oneOf": [{"type": "object"}, {"type": "object", "properties": {"a": {"multipleOf": 2}}}], "discriminator": {"propertyName": "a"}}`: "multipleOf at #/oneOf/1/properties/a: it is not supported within not or if, or in a oneOf whose schemas may both fit",
+		`{"oneOf": [{"const": 1e50}, {"enum": [10e49, 2]}]}`: "what would distinguish them here: enum at #/oneOf/1: 10e49 has more than 40 digits",
 		`{"minimum": "1"}`:  "minimum at #: it must be a number",
 		`{"maxLength": -1}`: "not negative",
 		`{"enum": 1}`:       "it must be a list",
@@ -211,7 +243,7 @@ func TestRefused(t *testing.T) {
 		`[]`:                "a schema must be an object",
 		`{`:                 "not valid JSON",
 		`{} {}`:             "more behind the schema",
-		`{"allOf": [` + strings.Repeat(`{"items":`, 20) + `{"pattern": "` + strings.Repeat("(?:", 490) + "a" + strings.Repeat("b?)?", 490) + `"}` + strings.Repeat(`}`, 20) + `], "enum": [[]]}`: "enum at #: the keywords beside it: it is nested more than 1024 levels deep",
+		`{"items": {"enum": [1e50, "a"], "minimum": 1}}`:                   "enum at #/items: the keywords beside it: 1e50 has more than 40 digits",
 		strings.Repeat(`{"items":`, 200) + `{}` + strings.Repeat(`}`, 200): "nested more than",
 	} {
 		_, err := schema.Compile([]byte(text), schema.Options{})
@@ -251,7 +283,7 @@ func TestTooLarge(t *testing.T) {
 		`{"items": {"type": "array", "items": {"enum": [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]}, "uniqueItems": true}}`:                                              "uniqueItems at #/items: it needs too many states",
 		`{"items": {"pattern": "^(?=.*a.{9}b)(?=.*c.{9}d)", "maxLength": 90}}`:                                                                                       "pattern beside maxLength at #/items: it needs",
 		`{"patternProperties": {"a.{14}b": {}}}`:                                                                                                                     "patternProperties at #: \"a.{14}b\": it needs too many states",
-		`{"properties": {"a": {"enum": [["a"]], "maxItems": 100000}}}`:                                                                                               "enum at #/properties/a: the keywords beside it need too many states",
+		`{"properties": {"a": {"enum": ["a"], "pattern": "(a|b)*a(a|b){20}$"}}}`:                                                                                     "enum at #/properties/a: the keywords beside it need too many states",
 	} {
 		e, err := schema.Compile([]byte(text), schema.Options{})
 		if err == nil {
@@ -263,6 +295,86 @@ func TestTooLarge(t *testing.T) {
 		case want != "" && (err == nil || !strings.HasPrefix(err.Error(), want)):
 			t.Errorf("%s: %v, want an error with %q", text, err, want)
 		}
+	}
+}
+
+// manyAlternatives is a schema of which comparing the alternatives would take minutes. Most of them do not hold together.
+func manyAlternatives() []byte {
+	var values, names []string
+	for i := range 200 {
+		values = append(values, fmt.Sprintf(`{"$ref": "#/$defs/names", "const": %d}`, i))
+		names = append(names, fmt.Sprintf(`"%d": {}`, i))
+	}
+	return []byte(`{"$defs": {"names": {"properties": {` + strings.Join(names, ", ") + `}}, "value": {"anyOf": [` + strings.Join(values, ", ") + `]}},
+		"items": {"allOf": [` + strings.Repeat(`{"$ref": "#/$defs/value"}, `, 38) + `{}]}}`)
+}
+
+// TestManyAlternatives: what comparing alternatives takes has a limit, which several schemas can share.
+func TestManyAlternatives(t *testing.T) {
+	o := schema.Options{Work: &schema.Work{}}
+	_, err := schema.Compile(manyAlternatives(), o)
+	if err == nil || !strings.HasPrefix(err.Error(), "at #/items: its keywords with alternatives") || !strings.Contains(err.Error(), "take too long: give it") {
+		t.Errorf("error %v", err)
+	}
+	const small = `{"anyOf": [{"type": "null"}, {"type": "string"}]}`
+	if _, err := schema.Compile([]byte(small), o); err == nil || !strings.Contains(err.Error(), "take too long: give it") {
+		t.Errorf("error %v of another schema", err)
+	}
+	if _, err := schema.Compile([]byte(small), schema.Options{}); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestManyMembers: so has what the members of alternatives take, here 1.4 GB.
+func TestManyMembers(t *testing.T) {
+	var names, more []string
+	for i := range 1000 {
+		names = append(names, fmt.Sprintf(`"%d": {}`, i))
+	}
+	for i := range 50 {
+		more = append(more, fmt.Sprintf(`"%d": {"$ref": "#/$defs/many", "minLength": 1}`, i))
+	}
+	_, err := schema.Compile([]byte(`{"$defs": {"names": {"properties": {`+strings.Join(names, ", ")+`}}, "many": {"anyOf": [`+strings.Repeat(`{"$ref": "#/$defs/names"}, `, 249)+`{}]}},
+		"properties": {`+strings.Join(more, ", ")+`}}`), schema.Options{})
+	if err == nil || !strings.Contains(err.Error(), "take too long: give it") {
+		t.Errorf("error %v", err)
+	}
+}
+
+// TestSharedStates: so has what the grammars take that a compilation needs itself.
+func TestSharedStates(t *testing.T) {
+	for text, want := range map[string]string{
+		`{"enum": ["a"], "pattern": "a"}`:  "enum at #: the keywords beside this and other enums need too many states together",
+		`{"patternProperties": {"a": {}}}`: `patternProperties at #: "a": it needs too many states`,
+	} {
+		if _, err := schema.Compile([]byte(text), schema.Options{Work: &schema.Work{}}); err != nil {
+			t.Errorf("%s: %v", text, err)
+		}
+		if _, err := schema.Compile([]byte(text), schema.Options{Work: &schema.Work{States: grammar.MaxWork + 1}}); err == nil || !strings.HasPrefix(err.Error(), want) {
+			t.Errorf("%s: %v, want an error with %q", text, err, want)
+		}
+	}
+}
+
+// TestCancelled: a compilation ends with its context.
+func TestCancelled(t *testing.T) {
+	ctx, cancel := context.WithCancelCause(t.Context())
+	gone := errors.New("gone")
+	cancel(gone)
+	o := schema.Options{Context: ctx, Work: &schema.Work{}}
+	for _, text := range []string{`true`, `{"items": {}}`, `{"additionalProperties": true, "propertyNames": {"minLength": 1}}`} {
+		if _, err := schema.Compile([]byte(text), o); !errors.Is(err, gone) {
+			t.Errorf("%s: error %v", text, err)
+		}
+	}
+	if _, err := schema.Compile(manyAlternatives(), o); !errors.Is(err, gone) {
+		t.Errorf("error %v", err)
+	}
+	if _, err := schema.Compile([]byte(`{"enum": ["a"], "pattern": "([ac]|b)*a[abc]{15}"}`), o); !errors.Is(err, gone) {
+		t.Errorf("error %v", err)
+	}
+	if _, err := schema.Compile([]byte(`{"patternProperties": {"([ac]|b)*a[abc]{15}": {}}}`), o); err == nil || !strings.HasSuffix(err.Error(), "gone") {
+		t.Errorf("error %v", err)
 	}
 }
 
@@ -335,6 +447,17 @@ func TestStrings(t *testing.T) {
 	}
 }
 
+// TestLargeUnion: a oneOf of as many alternatives as there may be is told apart by their tag.
+func TestLargeUnion(t *testing.T) {
+	var kinds []string
+	for i := range 250 {
+		kinds = append(kinds, fmt.Sprintf(`{"type": "object", "properties": {"kind": {"const": "k%d"}, "a": {"type": "string"}}, "required": ["kind"]}`, i))
+	}
+	if _, err := schema.Compile([]byte(`{"oneOf": [`+strings.Join(kinds, ", ")+`]}`), schema.Options{}); err != nil {
+		t.Error(err)
+	}
+}
+
 // TestMembers: properties are listed where nothing else restricts which of them there are.
 func TestMembers(t *testing.T) {
 	for text, ok := range map[string]bool{
@@ -347,6 +470,14 @@ func TestMembers(t *testing.T) {
 		if _, got := schema.Members([]byte(text), schema.Options{}); got != ok {
 			t.Errorf("%s: %v, want %v", text, got, ok)
 		}
+	}
+}
+
+// TestMemberValues: the values of a member are those that the keywords beside its enum allow.
+func TestMemberValues(t *testing.T) {
+	members, _ := schema.Members([]byte(`{"type": "object", "properties": {"a": {"type": "string", "enum": ["x", "yy", "y"], "maxLength": 1}}}`), schema.Options{})
+	if len(members) != 1 || !members[0].Text || !slices.Equal(members[0].Values, []string{"x", "y"}) {
+		t.Errorf("members %+v", members)
 	}
 }
 

@@ -1,6 +1,7 @@
 package schema
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -33,6 +34,15 @@ var typeNames = map[string]types{
 
 // all are schemas that hold together; none: any value.
 type all []located
+
+// key is one text for the same schemas.
+func (a all) key() string {
+	paths := make([]string, len(a))
+	for i, l := range a {
+		paths[i] = l.path
+	}
+	return strings.Join(paths, " ~ ") // which no path has
+}
 
 // shape is a schema without references and alternatives: what one value has to be.
 type shape struct {
@@ -130,7 +140,8 @@ type contains struct {
 // negation is the value of a schema that holds where another one does not.
 type negation struct{ of located }
 
-func not(l located) located { return located{negation{l}, l.path + " (not)"} }
+// not is the schema of what does not fit another one. Its path is that of no other schema, since names have no ~( in paths.
+func not(l located) located { return located{negation{l}, l.path + " ~(not)"} }
 
 // ignored are keywords that restrict nothing, and those that others read.
 var ignored = []string{
@@ -149,9 +160,13 @@ const (
 	maxAlternatives = 256
 	maxRules        = 1 << 13
 	maxReads        = 1 << 14 // of schemas, of which a reference is one again each time
-	maxEnumSchemas  = 1 << 8  // enums beside other keywords
 	maxNotNumbers   = 16      // numbers that a value is not
 	maxNamePatterns = 4       // of one object
+	maxMerged       = 1 << 28 // pairs of names that merges compare, or what takes as long: a second or two
+	mergeCost       = 1 << 7  // of one merge, in such pairs
+	valueCost       = 1 << 6  // of a value of an enum, and of a member of properties or of prefixItems that is read
+	itemCost        = 1 << 8  // of an item of prefixItems in a merge
+	memberCost      = 1 << 9  // of making the grammar of a member
 )
 
 func newShape(path string) *shape {
@@ -175,6 +190,9 @@ func (c *compiler) shapes(l located) ([]*shape, error) {
 	o, ok := l.value.(*object)
 	if !ok {
 		return nil, l.fail("", "a schema must be an object, true or false")
+	}
+	if err := c.spent(l); err != nil {
+		return nil, err
 	}
 	if c.open[l.path] {
 		return nil, l.fail("$ref", "it refers to itself without anything in between")
@@ -253,12 +271,26 @@ func (c *compiler) both(l located, list, others []*shape) ([]*shape, error) {
 			if m := c.merge(a, b); m != nil && !c.contradicts(m) {
 				joined = append(joined, m)
 			}
+			if err := c.spent(l); err != nil {
+				return nil, err
+			}
 			if len(joined) > maxAlternatives {
 				return nil, l.fail("", "its keywords with alternatives (anyOf, oneOf, not, if, dependentRequired, ...) give more than %d together", maxAlternatives)
 			}
 		}
 	}
 	return joined, nil
+}
+
+// spent is the error where reading and merging schemas, and making grammars of them, has taken too long.
+func (c *compiler) spent(l located) error {
+	switch {
+	case c.o.Context.Err() != nil:
+		return context.Cause(c.o.Context)
+	case c.o.Work.merged > maxMerged:
+		return l.fail("", "its keywords with alternatives (anyOf, oneOf, not, if, dependentRequired, ...) and those beside them take too long: give it fewer alternatives, or shorter lists of properties and of enum")
+	}
+	return nil
 }
 
 // parts are the schemas of a list.
@@ -376,14 +408,14 @@ func (c *compiler) dependencies(l located, keyword string, v any) ([]*shape, err
 func lacking(l located, name string) *shape {
 	s := newShape(l.path)
 	s.types, s.stated, s.implied = isObject, true, isObject
-	s.properties = []property{{name, all{{false, l.path + " (without " + name + ")"}}}}
+	s.properties = []property{{name, all{{false, l.path + " ~(without " + name + ")"}}}}
 	return s
 }
 
 // dependency is the objects with a property and what that asks for.
 func (c *compiler) dependency(l located, keyword, name string, v any) ([]*shape, error) {
 	present := newShape(l.path)
-	present.types, present.stated, present.required = isObject, true, []string{name}
+	present.types, present.stated, present.implied, present.required = isObject, true, isObject, []string{name}
 	if _, isList := v.([]any); isList == (keyword == "dependentSchemas") && keyword != "dependencies" {
 		return nil, l.fail(keyword, "%s must have a %s", strconv.Quote(name), map[bool]string{true: "schema", false: "list of names"}[isList])
 	}
@@ -443,8 +475,12 @@ func (c *compiler) plain(l located, o *object) (*shape, error) {
 			s.implied |= isObject
 			err = count(l, keyword, v, map[string]*int{"minProperties": &s.minProperties, "maxProperties": &s.maxProperties}[keyword])
 		case "uniqueItems":
+			unique, ok := v.(bool)
+			if !ok {
+				return nil, l.fail(keyword, "it must be true or false")
+			}
 			s.implied |= isArray
-			s.unique = v == true
+			s.unique = unique
 		case "contains":
 			s.implied |= isArray
 			in := contains{located{v, l.at(keyword)}, 1, -1}
@@ -477,6 +513,7 @@ func (c *compiler) plain(l located, o *object) (*shape, error) {
 			if !ok {
 				return nil, l.fail(keyword, "it must be a list of schemas")
 			}
+			c.o.Work.merged += valueCost * len(list)
 			s.readPrefix(l, keyword, list)
 		case "items":
 			if list, ok := v.([]any); ok { // of draft 7: prefixItems
@@ -507,6 +544,7 @@ func (c *compiler) plain(l located, o *object) (*shape, error) {
 			}
 			s.implied |= isObject
 			s.declares = true
+			c.o.Work.merged += valueCost * len(members.names)
 			for _, name := range members.names {
 				s.properties = append(s.properties, property{name, all{{members.values[name], l.at(keyword, name)}}})
 			}
@@ -574,11 +612,11 @@ func (c *compiler) readPatterned(s *shape, l located, v any) error {
 
 // matcher says whether a name fits the expression of keys. All of them together take as long as one grammar may.
 func (c *compiler) matcher(keys grammar.Expr) (func(name string) bool, error) {
-	if c.nameWork > grammar.MaxWork {
+	if c.o.Work.States > grammar.MaxWork {
 		return nil, grammar.ErrTooLarge
 	}
-	g, work, err := grammar.NewCounted(keys, nil)
-	if c.nameWork += work; c.nameWork > grammar.MaxWork {
+	g, work, err := grammar.NewCounted(c.o.Context, keys, nil)
+	if c.o.Work.States += work; c.o.Work.States > grammar.MaxWork && c.o.Context.Err() == nil {
 		err = grammar.ErrTooLarge
 	}
 	switch {
@@ -614,15 +652,20 @@ func (s *shape) readTypes(l located, v any, nullable bool) error {
 
 // restrict has a value be one of a list.
 func (s *shape) restrict(values []any) {
-	if s.hasEnum {
-		s.enum = slices.DeleteFunc(slices.Clone(s.enum), func(v any) bool { return !has(values, v) })
+	if !s.hasEnum {
+		s.hasEnum, s.enum = true, values
 		return
 	}
-	s.hasEnum, s.enum = true, values
+	s.enum = common(s.enum, values)
 }
 
-func has(values []any, v any) bool {
-	return slices.ContainsFunc(values, func(w any) bool { return equal(v, w) })
+// common is the values of a list that are in another one, too.
+func common(list, others []any) []any {
+	in := make(map[string]bool, len(others))
+	for _, v := range others {
+		in[identity(v)] = true
+	}
+	return slices.DeleteFunc(slices.Clone(list), func(v any) bool { return !in[identity(v)] })
 }
 
 // typeOf a value.
@@ -633,7 +676,7 @@ func typeOf(v any) types {
 	case bool:
 		return isBoolean
 	case json.Number:
-		if d, err := parseDecimal(v); err == nil && d.part == "" {
+		if _, exponent := scientific(v); exponent >= 0 {
 			return isInteger
 		}
 		return isFraction
@@ -689,8 +732,17 @@ func (s *shape) readBound(l located, o *object, keyword string) error {
 	return nil
 }
 
-// merge is what fits both shapes; nil: nothing can.
+// merge is what fits both shapes; nil: nothing can, or there is no time left, of which both reports the error.
 func (c *compiler) merge(a, b *shape) *shape {
+	names := func(s *shape) int { return len(s.properties) + len(s.required) + len(s.notStrings) + len(s.enum) }
+	merged := &c.o.Work.merged
+	*merged += mergeCost + names(a)*names(b) + len(a.required)*len(a.properties) + itemCost*max(len(a.prefix), len(b.prefix))
+	if a.hasEnum && b.hasEnum {
+		*merged += valueCost*(len(a.enum)+len(b.enum)) - len(a.enum)*len(b.enum)
+	}
+	if *merged > maxMerged || c.o.Context.Err() != nil {
+		return nil
+	}
 	path := a.path
 	if !a.stated && a.implied == 0 && !a.hasEnum { // a says nothing but has alternatives
 		path = b.path
@@ -859,7 +911,8 @@ func (c *compiler) disjoint(a, b *shape, of types, depth int) bool {
 		return false
 	}
 	if a.hasEnum && b.hasEnum {
-		return !slices.ContainsFunc(a.enum, func(v any) bool { return of&typeOf(v) != 0 && has(b.enum, v) })
+		c.o.Work.merged += valueCost * (len(a.enum) + len(b.enum))
+		return !slices.ContainsFunc(common(a.enum, b.enum), func(v any) bool { return of&typeOf(v) != 0 })
 	}
 	for t := isNull; t <= isObject; t <<= 1 {
 		if of&t == 0 {
@@ -902,8 +955,8 @@ func (c *compiler) tellApart(a, b *shape, depth int) bool {
 		if i < 0 || len(of) == 0 {
 			continue
 		}
-		mine, err1 := c.together(a.properties[i].of)
-		others, err2 := c.together(of)
+		mine, err1 := c.kept(a.properties[i].of)
+		others, err2 := c.kept(of)
 		if err1 != nil || err2 != nil {
 			continue
 		}

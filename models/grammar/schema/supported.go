@@ -22,8 +22,8 @@ func Supported(data []byte, o Options) ([]byte, error) {
 	for range maxUnsupported + 1 {
 		_, err = c.value(all{{root, "#"}})
 		// All of them together take as long as one compilation may.
-		again := newCompiler(root, o)
-		again.enums, again.enumWork, again.nameWork, again.patterns = c.enums, c.enumWork, c.nameWork, c.patterns
+		again := newCompiler(root, c.o)
+		again.patterns, again.matchers = c.patterns, c.matchers
 		c = again
 		var bad *Error
 		if err == nil || !errors.As(err, &bad) || bad.Keyword == "" || !remove(root, bad.Path, bad.Keyword) {
@@ -46,7 +46,7 @@ func remove(root any, path, keyword string) bool {
 	}
 	named := false // at has schemas by name
 	for _, part := range parts {
-		part = strings.NewReplacer("~1", "/", "~0", "~").Replace(part)
+		part = fromPointer.Replace(part)
 		switch v := at.(type) {
 		case *object:
 			if !named && (part == "not" || part == "if") && removeFrom(v, part) {

@@ -50,13 +50,13 @@ func charsOf(ranges ...rune) grammar.Expr {
 // spelled is any character in the way that charsOf writes it.
 var spelled = charsOf(0, utf8.MaxRune)
 
-// notWhole is a number that is not whole, without an exponent.
+// notWhole is a number that is not whole, as a float64 neither, without an exponent.
 var notWhole = func() grammar.Expr {
-	e, err := grammar.Regex(`-?[0-9]+\.[0-9]*[1-9][0-9]*`)
-	if err != nil {
-		panic("schema: " + err.Error())
+	var parts []grammar.Expr
+	for whole := 1; whole < exactDigits; whole++ {
+		parts = append(parts, grammar.Seq(grammar.Repeat(digit, whole, whole), grammar.Literal("."), notZero(exactDigits-whole)))
 	}
-	return e
+	return grammar.Seq(grammar.Optional(grammar.Literal("-")), grammar.Any(parts...))
 }()
 
 func quoted(e grammar.Expr) grammar.Expr {
