@@ -18,6 +18,7 @@ import (
 
 	"github.com/moeserve/moeserve/models/grammar"
 	"github.com/moeserve/moeserve/models/grammar/schema"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 func TestCompile(t *testing.T) {
@@ -266,6 +267,7 @@ func TestRefused(t *testing.T) {
 
 // TestTooLarge: a grammar with too many states is refused with the nearest place that is too large, or else the largest.
 func TestTooLarge(t *testing.T) {
+	racedetector.SkipSequential(t)
 	for text, want := range map[string]string{
 		`{"type": "string", "maxLength": 100000}`:                                                                                                                    "maxLength at #: it needs too many states",
 		`{"properties": {"a": {}, "b": {"items": {"anyOf": [{"minLength": 5000}, {}]}}}}`:                                                                            "minLength at #/properties/b/items/anyOf/0: it needs",
@@ -327,6 +329,7 @@ func TestManyAlternatives(t *testing.T) {
 
 // TestManyMembers: so has what the members of alternatives take, here 1.4 GB.
 func TestManyMembers(t *testing.T) {
+	racedetector.SkipSequential(t)
 	var names, more []string
 	for i := range 1000 {
 		names = append(names, fmt.Sprintf(`"%d": {}`, i))
@@ -381,6 +384,7 @@ func TestCancelled(t *testing.T) {
 // TestManyEnums: enums beside keywords that need many states, each of which would take half a second, have one limit
 // together, also where nothing fits them.
 func TestManyEnums(t *testing.T) {
+	racedetector.SkipSequential(t)
 	for _, beside := range []string{`"pattern": "^.{700}%d"`, `"pattern": "^.{700}%[1]dx", "allOf": [{"pattern": "^.{700}%[1]dy"}]`} {
 		var parts []string
 		for i := range 200 {
