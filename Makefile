@@ -71,7 +71,7 @@ deploy:           ## deploy/ before the tools that read it: Prometheus' parsers,
 	cd tests/deploy && $(GO) test -count=1 ./... && $(GO) vet ./... && $(GO) mod tidy -diff
 	GOFLAGS=-mod=mod $(GO) run $(GORELEASER) check
 
-router:           ## KV events before the llm-d router's subscriber, decoder, index and scorer; 210 MB and minutes the first time
+router:           ## KV events before the llm-d router's own packages, nodes behind its picker (MOESERVE_PICKER); 210 MB and minutes the first time
 	cd tests/router && $(GO) test -count=1 ./... && $(GO) vet ./... && $(GO) mod tidy -diff
 
 PYTHON ?= python3

@@ -63,24 +63,32 @@ type node struct {
 // newNode starts a node of the built-in model, which publishes KV events.
 func newNode(t *testing.T, args ...string) *node {
 	t.Helper()
-	n := &node{address: freeAddress(t), admin: freeAddress(t), events: "tcp://" + freeAddress(t), replays: "tcp://" + freeAddress(t)}
-	_, port, err := net.SplitHostPort(n.address)
+	n := &node{address: freeAddress(t), events: "tcp://" + freeAddress(t), replays: "tcp://" + freeAddress(t)}
+	n.serve(t, model, args...)
+	return n
+}
+
+// serve starts the node under the name of a model, until the test ends. Nodes without an address for events publish none.
+func (n *node) serve(t *testing.T, name string, args ...string) {
+	t.Helper()
+	host, port, err := net.SplitHostPort(n.address)
 	if err != nil {
 		t.Fatal(err)
 	}
-	config, err := json.Marshal(map[string]any{
-		"enable_kv_cache_events": true, "endpoint": "@" + n.events, "replay_endpoint": n.replays, "topic": "kv@" + n.address + "@" + model,
-	})
-	if err != nil {
-		t.Fatal(err)
+	n.admin = freeAddress(t)
+	n.args = []string{"serve", "--host", host, "--port", port, "--admin-address", n.admin, "--served-model-name", name, "--emulate", "hbm=64MiB"}
+	if n.events != "" {
+		config, err := json.Marshal(map[string]any{
+			"enable_kv_cache_events": true, "endpoint": "@" + n.events, "replay_endpoint": n.replays, "topic": "kv@" + n.address + "@" + name,
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		n.args = append(n.args, "--kv-events-config", string(config))
 	}
-	n.args = append([]string{
-		"serve", "--port", port, "--admin-address", n.admin, "--served-model-name", model, "--emulate", "hbm=64MiB",
-		"--kv-events-config", string(config),
-	}, args...)
+	n.args = append(n.args, args...)
 	n.start(t)
 	t.Cleanup(func() { n.stop(t) })
-	return n
 }
 
 func freeAddress(t *testing.T) string {
@@ -122,9 +130,22 @@ func (n *node) start(t *testing.T) {
 	t.Fatalf("it does not serve: %s", &said)
 }
 
-// stop ends the process as a service manager does.
+// kill ends the process as kill -9 does.
+func (n *node) kill(t *testing.T) {
+	t.Helper()
+	if err := n.command.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	n.log.Wait()
+	_ = n.command.Wait() // it was killed
+}
+
+// stop ends the process as a service manager does, if it has not ended.
 func (n *node) stop(t *testing.T) {
 	t.Helper()
+	if n.command.ProcessState != nil {
+		return
+	}
 	_ = n.command.Process.Signal(syscall.SIGTERM)
 	n.log.Wait()
 	if err := n.command.Wait(); err != nil {

@@ -1,5 +1,6 @@
 // Package router holds moeserve's KV events to the llm-d router's own packages: its subscriber, its decoder of vLLM's
-// events, its index of blocks and its scorer. A module of its own, so that these stay out of moeserve's.
+// events, its index of blocks and its scorer. With MOESERVE_PICKER, the path of the router's endpoint picker, nodes also
+// run behind that. A module of its own, so that these packages stay out of moeserve's.
 package router
 
 import (
