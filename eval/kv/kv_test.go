@@ -28,7 +28,7 @@ const (
 // machine has links of the rates of two H200's, and so many GPUs.
 func machine(t *testing.T, o emulated.Options) device.Machine {
 	t.Helper()
-	o.Virtual = true
+	o.Virtual = !o.Pace
 	o.HostLink = emulated.Link{BytesPerSecond: hostRate, Latency: hostLatency}
 	o.PeerLink = emulated.Link{BytesPerSecond: peerRate, Latency: peerLatency}
 	m, err := emulated.New(o)

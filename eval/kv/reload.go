@@ -143,7 +143,7 @@ func (c *cell) fromFiles(o *ReloadOptions) bool { return o.Directory != "" && c.
 func (c *cell) copied(o *ReloadOptions, sources int) int64 {
 	n := sources * (3 + 4*c.loads)
 	if c.fromFiles(o) {
-		n += 2 + c.loads
+		n += 2 * (1 + (1+len(rawWays))*c.loads)
 	}
 	return int64(o.Repetitions+1) * int64(n) * c.bytes()
 }
@@ -173,7 +173,8 @@ func (o *ReloadOptions) poolBytes() (most int64) {
 }
 
 // Needs is the memory that a measurement allocates, in bytes: the same in each space, and for
-// loads from files another pool on the GPU and staging buffers on the host.
+// loads from files another pool on the GPU, and on the host staging buffers, and as much for reads
+// without the engine.
 func (o ReloadOptions) Needs() map[device.Space]int64 {
 	o = o.EnsureDefaults()
 	most := o.poolBytes()
