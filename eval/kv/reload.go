@@ -269,9 +269,9 @@ type source struct {
 	raw     *eval.Lane
 	// copied is recorded behind what the host waits for.
 	copied device.Event
-	// landed counts loads.
-	landed device.Fence
-	next   uint32
+	// landed is where each of the loads that are queued at once ends: a fence of its own, and the value of
+	// the latest.
+	landed [maxQueuedLoads]device.Point
 }
 
 func (r *reloads) open(ctx context.Context) (err error) {
@@ -299,11 +299,14 @@ func (r *reloads) open(ctx context.Context) (err error) {
 			return err
 		}
 		r.closers = append(r.closers, s.copied.Close)
-		if s.landed, err = r.machine.NewFence("KV loads measured"); err != nil {
-			return err
+		for i := range s.landed {
+			f, err := r.machine.NewFence("KV loads measured")
+			if err != nil {
+				return err
+			}
+			r.closers = append(r.closers, f.Close)
+			s.landed[i] = device.Point{Fence: f, Value: f.Value()}
 		}
-		r.closers = append(r.closers, s.landed.Close)
-		s.next = s.landed.Value()
 		if host := r.sources; len(host) > 0 { // what is read has been written
 			if err := s.raw.Stream.Copy(s.region.Range, host[0].region.Range); err != nil {
 				return err
