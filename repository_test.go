@@ -506,6 +506,7 @@ var opensItself = map[string]string{
 	"kvcache/offload/folder.go":    "reads what it has written, in a folder of its own, and checks its sum",
 	"kvcache/offload/lock.go":      "reads /proc, by a name of its own, and locks that it finds in folders of its own",
 	"eval/kv/pagecache.go":         "opens what it has had written, in a folder with keys of its own, and reads nothing",
+	"eval/kv/rawfiles.go":          "reads what it has had written, in a folder with keys of its own, for the time that it takes",
 	"eval/journal.go":              "reads and writes one file, once it has seen that it is a regular one",
 	"metrics/process.go":           "reads /proc, by names of its own",
 	"node/devices/memory_linux.go": "reads /proc, by a name of its own",

@@ -65,7 +65,8 @@ disturbs both.
 With --file-directory loads from files in that directory are measured, too, as a server
 with a tier in files has them. Before each the system is asked to drop the files from
 its page cache, and the table says whether it did; another load follows at once, from
-the page cache. The directory needs room for the blocks of the largest loads.
+the page cache. Raw is the rate of the same files read without the engine, by as many
+threads. The directory needs room for the blocks of the largest loads.
 The files are removed at the end.
 
 With --hardware of a file of --calibrate, on GPUs, the engine has the kernel copy blocks

@@ -23,7 +23,9 @@
 // Loads from files go the way of a server's: a tier in files is filled with random blocks, and
 // offload.Tiers loads them. They take turns with host and peer. Before each the system is asked
 // to drop the files' pages from its page cache, and asked whether it did; another load follows at
-// once, from the page cache. On a virtual clock reading files takes no time.
+// once, from the page cache. Beside several loads that are queued, as many threads as the tier has
+// readers read the same files without it, which is the most that loads can reach. On a virtual clock
+// reading files takes no time, and has no rate.
 //
 // # Invariants
 //

@@ -32,9 +32,28 @@ type FileLoad struct {
 	// page cache, and CachedBytesPerSecond its rate.
 	CachedSeconds        float64 `json:"cached_load_s"`
 	CachedBytesPerSecond float64 `json:"cached_load_bytes_per_s"`
-	// QueuedBytesPerSecond is the rate of QueuedLoads loads that are started at once.
-	QueuedLoads          int     `json:"queued_loads"`
-	QueuedBytesPerSecond float64 `json:"queued_bytes_per_s"`
+	// QueuedBytesPerSecond is the rate of QueuedLoads loads that are started at once,
+	// CachedQueuedBytesPerSecond that of the same loads once more.
+	QueuedLoads                int     `json:"queued_loads"`
+	QueuedBytesPerSecond       float64 `json:"queued_bytes_per_s"`
+	CachedQueuedBytesPerSecond float64 `json:"cached_queued_bytes_per_s"`
+	FileRaw
+}
+
+// FileRaw is how fast the files of the queued loads are read without the engine, by RawThreads
+// threads, as many as a tier has readers, into pinned memory of the size of its staging buffers: the
+// faster one of one read for each file, and of one of its header before that of the block. Nothing is
+// verified, and nothing copied to the GPU. It is 0 on a clock that does not count reading files.
+type FileRaw struct {
+	RawThreads int `json:"raw_threads"`
+	// RawBytesPerSecond is the rate after the system was asked to drop the files' pages, as of
+	// QueuedBytesPerSecond; RawFraction that rate over it.
+	RawBytesPerSecond float64 `json:"raw_bytes_per_s,omitempty"`
+	RawFraction       float64 `json:"raw_fraction,omitempty"`
+	// CachedRawBytesPerSecond is the rate of reading the files at once again, CachedRawFraction
+	// CachedQueuedBytesPerSecond over it.
+	CachedRawBytesPerSecond float64 `json:"cached_raw_bytes_per_s,omitempty"`
+	CachedRawFraction       float64 `json:"cached_raw_fraction,omitempty"`
 }
 
 // ErrDirectory marks errors of the directory of files, or of the room in it.
@@ -55,6 +74,7 @@ type files struct {
 	keys  []kvcache.Key
 	paths []string
 	loads int64 // since the beginning
+	raw   rawReader
 }
 
 const (
@@ -92,11 +112,18 @@ func (o *ReloadOptions) fileNeeds() (compute, host, directory int64) {
 		e := &o.Entries[i]
 		n, block := int64(o.fileBlocks(e)), int64(o.BlockTokens)*e.Bytes
 		compute, directory = max(compute, n*block), max(directory, n*(block+fileOverhead))
-		if tiers, err := o.tier(e).Tiers(block, o.BlockTokens); err == nil && len(tiers) == 1 { // else opening it says why
-			host = max(host, tiers[0].HostBytes)
-		}
+		host = max(host, 2*device.Align(o.staging(e))) // of the tier, and of reads without it
 	}
 	return compute, host, directory
+}
+
+// staging is the pinned memory of an entry's tier in files, in bytes.
+func (o *ReloadOptions) staging(e *Entry) int64 {
+	tiers, err := o.tier(e).Tiers(int64(o.BlockTokens)*e.Bytes, o.BlockTokens)
+	if err != nil || len(tiers) != 1 { // opening it says why
+		return 0
+	}
+	return tiers[0].HostBytes
 }
 
 // checkRoom refuses loads whose files the directory has no room for.
@@ -149,7 +176,11 @@ func openFiles(ctx context.Context, o *ReloadOptions, e *Entry, engine *transfer
 		return nil, inDirectory(err, o.Directory)
 	}
 	f.closers = append(f.closers, f.tiers.Close)
-	return f, f.store(ctx, pool.Shape().BlockBytes())
+	if err := f.store(ctx, pool.Shape().BlockBytes()); err != nil {
+		return nil, err
+	}
+	f.raw, err = f.openRaw(pool.Shape().BlockBytes(), o.staging(e))
+	return f, err
 }
 
 // inDirectory marks an error of files, and has it name their directory.
@@ -220,29 +251,42 @@ func (f *files) store(ctx context.Context, blockBytes int64) error {
 
 // fileSamples are the times of a cell from files.
 type fileSamples struct {
-	cache                  PageCache
-	single, cached, queued []time.Duration
+	cache                                PageCache
+	single, cached, queued, cachedQueued []time.Duration
+	// raw are the times of reading the files of the queued loads in each way, with the pages dropped
+	// and cached.
+	raw, cachedRaw [len(rawWays)][]time.Duration
 }
 
 // sample measures loads of a cell once, in each way.
 func (f *files) sample(ctx context.Context, c *cell, into *fileSamples) error {
-	for _, x := range []struct {
-		times *[]time.Duration
-		loads int
-		drop  bool
-	}{{&into.single, 1, true}, {&into.cached, 1, false}, {&into.queued, c.loads, true}} {
-		if x.drop {
-			now, err := dropPages(f.paths[:x.loads*c.blocks])
+	queued := f.paths[:c.loads*c.blocks]
+	type measured struct {
+		paths   []string
+		run     func() (time.Duration, error)
+		dropped *[]time.Duration
+		cached  *[]time.Duration
+	}
+	all := []measured{
+		{f.paths[:c.blocks], func() (time.Duration, error) { return f.load(ctx, c, 1) }, &into.single, &into.cached},
+		{queued, func() (time.Duration, error) { return f.load(ctx, c, c.loads) }, &into.queued, &into.cachedQueued},
+	}
+	for i, read := range rawWays {
+		all = append(all, measured{queued, func() (time.Duration, error) { return f.raw.read(ctx, queued, read) }, &into.raw[i], &into.cachedRaw[i]})
+	}
+	for _, m := range all {
+		now, err := dropPages(m.paths)
+		if err != nil {
+			return inDirectory(err, f.o.Directory)
+		}
+		into.cache = worse(into.cache, now)
+		for _, times := range []*[]time.Duration{m.dropped, m.cached} {
+			took, err := m.run()
 			if err != nil {
 				return inDirectory(err, f.o.Directory)
 			}
-			into.cache = worse(into.cache, now)
+			*times = append(*times, took)
 		}
-		took, err := f.load(ctx, c, x.loads)
-		if err != nil {
-			return err
-		}
-		*x.times = append(*x.times, took)
 	}
 	return nil
 }
@@ -278,12 +322,30 @@ func (f *files) load(ctx context.Context, c *cell, loads int) (time.Duration, er
 
 // load is what the samples say.
 func (x *fileSamples) load(c *cell) *FileLoad {
-	single, cached := median(x.single), median(x.cached)
-	return &FileLoad{
+	single, cached, bytes := median(x.single), median(x.cached), int64(c.loads)*c.bytes()
+	l := &FileLoad{
 		PageCache: x.cache, Seconds: single.Seconds(), BytesPerSecond: rate(c.bytes(), single),
 		CachedSeconds: cached.Seconds(), CachedBytesPerSecond: rate(c.bytes(), cached),
-		QueuedLoads: c.loads, QueuedBytesPerSecond: rate(int64(c.loads)*c.bytes(), median(x.queued)),
+		QueuedLoads: c.loads, QueuedBytesPerSecond: rate(bytes, median(x.queued)), CachedQueuedBytesPerSecond: rate(bytes, median(x.cachedQueued)),
 	}
+	l.RawThreads = offload.FileReaders
+	l.RawBytesPerSecond, l.RawFraction = fasterRaw(bytes, &x.raw, l.QueuedBytesPerSecond)
+	l.CachedRawBytesPerSecond, l.CachedRawFraction = fasterRaw(bytes, &x.cachedRaw, l.CachedQueuedBytesPerSecond)
+	return l
+}
+
+// fasterRaw is the rate of the faster way, and the fraction of it that a rate is; 0 if reading took no
+// time.
+func fasterRaw(bytes int64, times *[len(rawWays)][]time.Duration, of float64) (raw, fraction float64) {
+	for i := range times {
+		if took := median(times[i]); took > 0 {
+			raw = max(raw, rate(bytes, took))
+		}
+	}
+	if raw == 0 {
+		return 0, 0
+	}
+	return raw, of / raw
 }
 
 // fileName is how the name of a key's file begins.

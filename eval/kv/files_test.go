@@ -19,6 +19,7 @@ import (
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/eval"
 	"github.com/moeserve/moeserve/eval/kv"
+	"github.com/moeserve/moeserve/kvcache/offload"
 )
 
 // smallFiles are loads of two sizes of entries from files in a directory, on a machine with a check of
@@ -57,9 +58,40 @@ func TestReloadFiles(t *testing.T) {
 				t.Errorf("one run from files: %+v", *f)
 			}
 		} else if least := float64(p.Bytes) / hostRate; f == nil || f.Seconds < least || f.CachedSeconds < least ||
-			f.QueuedBytesPerSecond <= 0 || f.QueuedBytesPerSecond > hostRate || f.QueuedLoads != p.Host.QueuedLoads ||
+			f.QueuedBytesPerSecond <= 0 || f.QueuedBytesPerSecond > hostRate || f.CachedQueuedBytesPerSecond <= 0 || f.CachedQueuedBytesPerSecond > hostRate || f.QueuedLoads != p.Host.QueuedLoads ||
 			math.Abs(f.BytesPerSecond*f.Seconds/float64(p.Bytes)-1) > 1e-9 || math.Abs(f.CachedBytesPerSecond*f.CachedSeconds/float64(p.Bytes)-1) > 1e-9 ||
 			!slices.Contains([]kv.PageCache{kv.PagesDropped, kv.PagesAsked, kv.PagesKept}, f.PageCache) {
+			t.Errorf("%d entries of %d bytes: %+v", p.Entries, p.EntryBytes, f)
+		} else if (f.FileRaw != kv.FileRaw{RawThreads: offload.FileReaders}) {
+			t.Errorf("%d entries of %d bytes: raw rates on a clock that does not count reading files: %+v", p.Entries, p.EntryBytes, f.FileRaw)
+		}
+	}
+	for s, want := range o.Needs() {
+		if u, err := o.Machine.Usage(s); err != nil || u.Peak != want {
+			t.Errorf("%s: peak of %d bytes, %v; %d announced", s, u.Peak, err, want)
+		}
+	}
+	nothingLeft(t, directory)
+}
+
+// On the wall clock files are read without the engine, too: those that the queued loads read, and at a
+// rate of which theirs is a share.
+func TestReloadFilesRaw(t *testing.T) {
+	directory := t.TempDir()
+	o := smallFiles(t, directory)
+	o.Machine = machine(t, emulated.Options{GPUs: make([]emulated.GPU, 1), Pace: true})
+	points, err := kv.Reload(t.Context(), o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, p := range points {
+		f := p.File
+		if f == nil {
+			continue
+		}
+		if f.RawThreads != offload.FileReaders || f.RawBytesPerSecond <= 0 || f.CachedRawBytesPerSecond <= 0 || f.RawBytesPerSecond+f.CachedRawBytesPerSecond > 1e12 ||
+			math.Abs(f.RawFraction*f.RawBytesPerSecond/f.QueuedBytesPerSecond-1) > 1e-9 ||
+			math.Abs(f.CachedRawFraction*f.CachedRawBytesPerSecond/f.CachedQueuedBytesPerSecond-1) > 1e-9 {
 			t.Errorf("%d entries of %d bytes: %+v", p.Entries, p.EntryBytes, f)
 		}
 	}
@@ -211,6 +243,7 @@ func TestFilesOutput(t *testing.T) {
 		}
 	}
 	points[2].File.PageCache = kv.PagesKept
+	points[2].File.FileRaw = kv.FileRaw{RawThreads: 5, RawBytesPerSecond: 2e9, RawFraction: 0.625, CachedRawBytesPerSecond: 8e9, CachedRawFraction: 0.375}
 	r := &kv.Result{
 		Machine: eval.Machine{Device: "emulated", Emulated: true, Emulation: &eval.Emulation{Rates: eval.RatesVirtual}},
 		Loads:   &kv.Loads{BlockTokens: 4, FileDirectory: directory, Entries: o.Entries, Reloads: points},
@@ -219,8 +252,9 @@ func TestFilesOutput(t *testing.T) {
 	if err := errors.Join(kv.WriteTable(&table, r), kv.WriteCSV(&list, r), kv.Plot(&svg, "svg", r)); err != nil {
 		t.Fatal(err)
 	}
-	for _, want := range []string{"file ms", "cached ms", strconv.Quote(directory), "pages dropped: ", "pages kept: ", "virtual clock of emulated devices does not count reading files"} {
-		if !strings.Contains(table.String(), want) {
+	words := strings.Join(strings.Fields(table.String()), " ")
+	for _, want := range []string{"file ms queued raw % of raw cached ms queued raw % of raw pages", " 2 62.5 ", " 8 37.5 kept", " - - dropped", "by 8 threads", "without verifying them", strconv.Quote(directory), "pages dropped: ", "pages kept: ", "virtual clock of emulated devices does not count reading files"} {
+		if !strings.Contains(words, want) {
 			t.Errorf("no %q in\n%s", want, &table)
 		}
 	}
@@ -241,6 +275,11 @@ func TestFilesOutput(t *testing.T) {
 		want := ""
 		if p.File != nil {
 			want = string(p.File.PageCache)
+		}
+		for column, value := range map[string]string{"raw_threads": "5", "raw_bytes_per_s": "2e+09", "raw_fraction": "0.625", "cached_raw_bytes_per_s": "8e+09", "cached_raw_fraction": "0.375"} {
+			if (at("file_"+column) == value) != (i == 2) {
+				t.Errorf("line %d: %s %q", i, column, at("file_"+column))
+			}
 		}
 		if at("file_page_cache") != want || (at("file_cached_load_s") == "") != (p.File == nil) || at("file_directory") != directory {
 			t.Errorf("line %d: %q", i, lines[1+i])

@@ -8,6 +8,7 @@ import (
 	"math"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -28,7 +29,7 @@ const (
 // machine has links of the rates of two H200's, and so many GPUs.
 func machine(t *testing.T, o emulated.Options) device.Machine {
 	t.Helper()
-	o.Virtual = true
+	o.Virtual = !o.Pace
 	o.HostLink = emulated.Link{BytesPerSecond: hostRate, Latency: hostLatency}
 	o.PeerLink = emulated.Link{BytesPerSecond: peerRate, Latency: peerLatency}
 	m, err := emulated.New(o)
@@ -164,6 +165,49 @@ func TestReloadIsOrdered(t *testing.T) {
 	}
 	if p := points[0]; p.Host.QueuedLoads != 16 || p.Blocks != 1 {
 		t.Errorf("%+v: %+v", p, *p.Host)
+	}
+}
+
+// signals counts the fence values that streams of GPUs signal.
+type signals struct {
+	device.Machine
+	n atomic.Int64
+}
+
+type signaling struct {
+	device.BatchCopier
+	signals *signals
+}
+
+func (s *signals) NewStream(space device.Space, o device.StreamOptions) (device.Stream, error) {
+	stream, err := s.Machine.NewStream(space, o)
+	if b, ok := stream.(device.BatchCopier); ok && space != device.Host {
+		return signaling{b, s}, err
+	}
+	return stream, err
+}
+
+func (s signaling) SignalFence(f device.Fence, value uint32) error {
+	s.signals.n.Add(1)
+	return s.BatchCopier.SignalFence(f, value)
+}
+
+// The device signals the end of each load, as of a server's, also where several are queued.
+func TestReloadSignals(t *testing.T) {
+	m := &signals{Machine: machine(t, emulated.Options{CopyErrorsLoseDevice: true, GPUs: make([]emulated.GPU, 2)})}
+	points, err := kv.Reload(t.Context(), kv.ReloadOptions{
+		Machine: m, Compute: device.HBM(0), Peer: device.HBM(1), Entries: []kv.Entry{{Models: []string{"tiny"}, Bytes: 64}},
+		Counts: []int{28}, BlockTokens: 4, Repetitions: 2, QueuedBytes: 1 << 14,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	loads := 0
+	for _, p := range points {
+		loads += 3 * 2 * 2 * (1 + p.Host.QueuedLoads) // repetitions, engines, sources
+	}
+	if points[0].Host.QueuedLoads < 2 || m.n.Load() != int64(loads) {
+		t.Errorf("%d signals of %d loads, %d of them queued", m.n.Load(), loads, points[0].Host.QueuedLoads)
 	}
 }
 

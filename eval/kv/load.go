@@ -183,9 +183,10 @@ func load(ctx context.Context, e *transfer.Engine, s *source, requests [][]trans
 	tickets := make([]*transfer.Ticket, len(requests))
 	began := s.machine.Now()
 	for i, pieces := range requests {
-		s.next++
+		// As a server's loads: the load before with this fence has ended.
+		s.landed[i].Value++
 		if tickets[i], err = e.Submit(transfer.Request{
-			Pieces: pieces, Priority: transfer.KVLoad, Done: device.Point{Fence: s.landed, Value: s.next}, Label: transfer.Text("KV load measured"),
+			Pieces: pieces, Priority: transfer.KVLoad, Done: s.landed[i], DoneInOrder: true, Label: transfer.Text("KV load measured"),
 		}); err != nil {
 			return 0, at, err
 		}

@@ -143,7 +143,7 @@ func (c *cell) fromFiles(o *ReloadOptions) bool { return o.Directory != "" && c.
 func (c *cell) copied(o *ReloadOptions, sources int) int64 {
 	n := sources * (3 + 4*c.loads)
 	if c.fromFiles(o) {
-		n += 2 + c.loads
+		n += 2 * (1 + (1+len(rawWays))*c.loads)
 	}
 	return int64(o.Repetitions+1) * int64(n) * c.bytes()
 }
@@ -173,7 +173,8 @@ func (o *ReloadOptions) poolBytes() (most int64) {
 }
 
 // Needs is the memory that a measurement allocates, in bytes: the same in each space, and for
-// loads from files another pool on the GPU and staging buffers on the host.
+// loads from files another pool on the GPU, and on the host staging buffers, and as much for reads
+// without the engine.
 func (o ReloadOptions) Needs() map[device.Space]int64 {
 	o = o.EnsureDefaults()
 	most := o.poolBytes()
@@ -268,9 +269,9 @@ type source struct {
 	raw     *eval.Lane
 	// copied is recorded behind what the host waits for.
 	copied device.Event
-	// landed counts loads.
-	landed device.Fence
-	next   uint32
+	// landed is where each of the loads that are queued at once ends: a fence of its own, and the value of
+	// the latest.
+	landed [maxQueuedLoads]device.Point
 }
 
 func (r *reloads) open(ctx context.Context) (err error) {
@@ -298,11 +299,14 @@ func (r *reloads) open(ctx context.Context) (err error) {
 			return err
 		}
 		r.closers = append(r.closers, s.copied.Close)
-		if s.landed, err = r.machine.NewFence("KV loads measured"); err != nil {
-			return err
+		for i := range s.landed {
+			f, err := r.machine.NewFence("KV loads measured")
+			if err != nil {
+				return err
+			}
+			r.closers = append(r.closers, f.Close)
+			s.landed[i] = device.Point{Fence: f, Value: f.Value()}
 		}
-		r.closers = append(r.closers, s.landed.Close)
-		s.next = s.landed.Value()
 		if host := r.sources; len(host) > 0 { // what is read has been written
 			if err := s.raw.Stream.Copy(s.region.Range, host[0].region.Range); err != nil {
 				return err

@@ -11,6 +11,7 @@ import (
 
 	"github.com/moeserve/moeserve/eval"
 	"github.com/moeserve/moeserve/eval/figure"
+	"github.com/moeserve/moeserve/kvcache/offload"
 )
 
 // table writes a part for each size of entries, with a line for each point.
@@ -55,6 +56,7 @@ func (l *Loads) hasFiles() bool {
 // filesText explains the columns of files.
 func (l *Loads) filesText() string {
 	text := fmt.Sprintf("file ms: one load of the same blocks from files in directory %q, one for each, as a server loads them; cached ms: the same load at once again, from the operating system's page cache\n", l.FileDirectory)
+	text += fmt.Sprintf("queued, raw and %% of raw behind file ms and cached ms: of several such loads at once; of the same files read without the engine, by %d threads as a server's tier in files has them, into as much pinned memory as its staging buffers, without verifying them or copying them to the GPU, the faster of one read for each file and of its header before the rest; queued over raw\n", offload.FileReaders)
 	explained := map[PageCache]string{
 		PagesDropped: "the system was asked to drop the files' pages from its page cache before each load but the cached ones, and had at most 2 % of them left: the disk was read",
 		PagesAsked:   "the system was asked to drop the files' pages from its page cache before each load but the cached ones, and does not report whether it did: what was read may have been in memory",
@@ -87,7 +89,7 @@ func (l *Loads) rates(w io.Writer, points []ReloadPoint) {
 		head += s.name + " ms\tplain ms\tcopy ms\tqueued\traw\t% of raw\tcopies\t"
 	}
 	if l.hasFiles() {
-		head += "file ms\tcached ms\tqueued\tpages\t"
+		head += "file ms\tqueued\traw\t% of raw\tcached ms\tqueued\traw\t% of raw\tpages\t"
 	}
 	if len(sources) > 1 {
 		head += "host/peer\tof plain\tof copies\tof raw rates\t"
@@ -99,15 +101,24 @@ func (l *Loads) rates(w io.Writer, points []ReloadPoint) {
 			fmt.Fprintf(w, "%.4g\t%.4g\t%.4g\t%.4g\t%.4g\t%.1f\t%.1f\t", 1e3*s.Seconds, 1e3*s.PlainSeconds, 1e3*s.Copy, s.QueuedBytesPerSecond/1e9, s.best()/1e9, 100*s.RawFraction, 100*s.CopyFraction)
 		}
 		if f := p.File; f != nil {
-			fmt.Fprintf(w, "%.4g\t%.4g\t%.4g\t%s\t", 1e3*f.Seconds, 1e3*f.CachedSeconds, f.QueuedBytesPerSecond/1e9, f.PageCache)
+			fmt.Fprintf(w, "%.4g\t%.4g\t%s\t", 1e3*f.Seconds, f.QueuedBytesPerSecond/1e9, rawText(f.RawBytesPerSecond, f.RawFraction))
+			fmt.Fprintf(w, "%.4g\t%.4g\t%s\t%s\t", 1e3*f.CachedSeconds, f.CachedQueuedBytesPerSecond/1e9, rawText(f.CachedRawBytesPerSecond, f.CachedRawFraction), f.PageCache)
 		} else if l.hasFiles() {
-			fmt.Fprint(w, "-\t-\t-\t-\t")
+			fmt.Fprint(w, strings.Repeat("-\t", 9))
 		}
 		if p.Peer != nil {
 			fmt.Fprintf(w, "%.2fx\t%.2fx\t%.2fx\t%.2fx\t", p.Speedup, p.PlainSpeedup, p.CopySpeedup, p.RawSpeedup)
 		}
 		fmt.Fprintln(w)
 	}
+}
+
+// rawText is a raw rate of files and the share of it, as the table has them.
+func rawText(rate, fraction float64) string {
+	if rate == 0 {
+		return "-\t-"
+	}
+	return fmt.Sprintf("%.4g\t%.1f", rate/1e9, 100*fraction)
 }
 
 // parts writes where the time of each point goes.
@@ -161,7 +172,7 @@ var loadColumns = []string{
 }
 
 // fileColumns are the keys of a FileLoad.
-var fileColumns = []string{"page_cache", "load_s", "load_bytes_per_s", "cached_load_s", "cached_load_bytes_per_s", "queued_loads", "queued_bytes_per_s"}
+var fileColumns = []string{"page_cache", "load_s", "load_bytes_per_s", "cached_load_s", "cached_load_bytes_per_s", "queued_loads", "queued_bytes_per_s", "cached_queued_bytes_per_s", "raw_threads", "raw_bytes_per_s", "raw_fraction", "cached_raw_bytes_per_s", "cached_raw_fraction"}
 
 // csv are the columns and the values of each point.
 func (l *Loads) csv() (columns []string, rows [][]string) {
@@ -192,7 +203,8 @@ func (l *Loads) csv() (columns []string, rows [][]string) {
 				float(x.QueuedBytesPerSecond), float(x.QueuedCopyBytesPerSecond), float(x.RawBytesPerSecond), ratio(x.BatchBytesPerSecond), float(x.RawFraction), float(x.CopyFraction), float(x.PlainSeconds), float(x.PlainFraction))
 		}
 		if f := p.File; f != nil {
-			row = append(row, string(f.PageCache), float(f.Seconds), float(f.BytesPerSecond), float(f.CachedSeconds), float(f.CachedBytesPerSecond), strconv.Itoa(f.QueuedLoads), float(f.QueuedBytesPerSecond))
+			row = append(row, string(f.PageCache), float(f.Seconds), float(f.BytesPerSecond), float(f.CachedSeconds), float(f.CachedBytesPerSecond), strconv.Itoa(f.QueuedLoads), float(f.QueuedBytesPerSecond),
+				float(f.CachedQueuedBytesPerSecond), strconv.Itoa(f.RawThreads), ratio(f.RawBytesPerSecond), ratio(f.RawFraction), ratio(f.CachedRawBytesPerSecond), ratio(f.CachedRawFraction))
 		} else {
 			row = append(row, make([]string, len(fileColumns))...)
 		}

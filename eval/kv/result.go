@@ -47,7 +47,7 @@ func WriteTable(out io.Writer, r *Result) error {
 	if r.Loads != nil {
 		r.Loads.table(&b)
 		if r.Loads.hasFiles() && r.virtual() {
-			b.WriteString("the virtual clock of emulated devices does not count reading files: times of files are those of the copies behind it\n")
+			b.WriteString("the virtual clock of emulated devices does not count reading files: times of files are those of the copies behind it, and there are no raw rates\n")
 		}
 	}
 	if r.Sizes != nil {

@@ -1,6 +1,7 @@
 package offload
 
 import (
+	"slices"
 	"testing"
 
 	"github.com/moeserve/moeserve/device"
@@ -96,20 +97,22 @@ func (t *Tiers) WithFileStreams(perBuffer int, change func(device.Watcher) devic
 		if f, ok := l.Memory.(*fileMemory); ok {
 			f.perBuffer = perBuffer
 			for i, s := range f.streams {
-				f.streams[i] = change(s)
+				f.streams[i] = change(s.(device.Watcher))
 			}
+			f.free = slices.Clone(f.streams)
+			f.copied = change(f.copied)
 		}
 	}
 }
 
-// IdleBuffers is the number of the file tier's staging buffers that nothing uses, and how many
-// there are.
+// IdleBuffers is the number of the file tier's staging buffers and streams that nothing uses, and how
+// many there are.
 func (t *Tiers) IdleBuffers() (idle, all int) {
 	for _, l := range t.levels {
 		if f, ok := l.Memory.(*fileMemory); ok {
 			f.mu.Lock()
 			defer f.mu.Unlock()
-			return len(f.idle), stagingBuffers
+			return len(f.idle) + len(f.free), stagingBuffers + len(f.streams)
 		}
 	}
 	return 0, 0

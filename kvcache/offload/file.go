@@ -14,13 +14,14 @@ import (
 	"github.com/moeserve/moeserve/transfer"
 )
 
+// FileReaders is the number of host streams of a tier that read and write files.
+const FileReaders = 8
+
 const (
-	// fileStreams is the number of host streams that read and write files.
-	fileStreams = 4
 	// stagingBuffers are two for each stream: one is filled while the other is copied.
-	stagingBuffers = 2 * fileStreams
+	stagingBuffers = 2 * FileReaders
 	// bufferBytes is the size of a staging buffer, in whole blocks and at least one.
-	bufferBytes = 4 << 20
+	bufferBytes = 2 << 20
 )
 
 // bufferBlocks is the number of blocks of a staging buffer.
@@ -37,13 +38,16 @@ func bufferBlocks(blockBytes int64) int64 { return max(1, bufferBytes/blockBytes
 // ended.
 //
 // Everything behind Start runs as host work on the streams: the goroutine of the engine does
-// not wait for files, and virtual time sees the work. Every group ends once, with end, where it
-// was begun or on a stream; a job ends with its last group.
+// not wait for files, and virtual time sees the work. A stream reads or writes one group at a time
+// and then takes the next one, so that none waits for a stream while another is idle; the ends of
+// copies are watched by a stream of their own, where they wait for no file. Every group ends once,
+// with end, where it was begun or on a stream; a job ends with its last group.
 type fileMemory struct {
 	env     Env
 	folder  *folder
-	streams []device.Watcher
-	next    int // stream of the next group
+	streams []device.Executor
+	copied  device.Watcher
+	removes int // stream of the next removal
 	staging device.Memory
 	// perBuffer is the number of blocks of a staging buffer.
 	perBuffer int
@@ -54,10 +58,12 @@ type fileMemory struct {
 	// files of the keys, and the number of the last.
 	files map[kvcache.Key]*blockFile
 	last  int64
-	// idle buffers, and the groups that wait for one: loads go first.
-	idle          []*buffer
-	loads, stores []*group
-	points        points
+	// free are the streams that have no group, idle the buffers. loads wait for both, stores for a
+	// buffer: loads go first. copies of stores fill buffers, and then wait for a stream.
+	free                  []device.Executor
+	idle                  []*buffer
+	loads, stores, copies []*group
+	points                points
 }
 
 // blockFile is the file of a block, which a store may yet have to write.
@@ -112,20 +118,29 @@ func (f *fileMemory) open() error {
 	if err := f.folder.probe(f.env.BlockBytes); err != nil {
 		return fmt.Errorf("cannot write a block of %d bytes: %w; make room in directory, or name another", f.env.BlockBytes, err)
 	}
-	for i := range fileStreams {
+	for i := range FileReaders {
 		s, err := f.env.Machine.NewStream(device.Host, device.StreamOptions{Name: fmt.Sprintf("kv files %d", i+1)})
 		if err != nil {
 			return err
 		}
-		w, ok := s.(device.Watcher)
+		x, ok := s.(device.Executor)
 		if !ok {
-			return errors.Join(errors.New("host streams of this machine cannot watch fences"), s.Close())
+			return errors.Join(errors.New("host streams of this machine cannot execute work"), s.Close())
 		}
-		f.streams = append(f.streams, w)
+		f.streams = append(f.streams, x)
 	}
+	f.free = slices.Clone(f.streams)
+	s, err := f.env.Machine.NewStream(device.Host, device.StreamOptions{Name: "kv files copied"})
+	if err != nil {
+		return err
+	}
+	w, ok := s.(device.Watcher)
+	if !ok {
+		return errors.Join(errors.New("host streams of this machine cannot watch fences"), s.Close())
+	}
+	f.copied = w
 	f.perBuffer = int(bufferBlocks(f.env.BlockBytes))
 	size := int64(f.perBuffer) * f.env.BlockBytes
-	var err error
 	if f.staging, err = f.env.Machine.Alloc(device.Host, stagingBuffers*size, "kv file staging"); err != nil {
 		return fmt.Errorf("staging buffers: %w", err)
 	}
@@ -163,23 +178,17 @@ func (f *fileMemory) remove(files []*blockFile) {
 		}
 	}
 	if len(names) > 0 {
-		_ = f.execute("remove kv files", func(error) { f.folder.drop(names) })
+		s := f.streams[f.removes]
+		f.removes = (f.removes + 1) % len(f.streams)
+		_ = execute(s, "remove kv files", func(error) { f.folder.drop(names) })
 	}
 }
 
-// execute has a stream call a function: with an error, if the stream is in the error state. mu is
-// held.
-func (f *fileMemory) execute(name string, call func(error)) error {
-	return f.stream().Execute(device.Work{
+// execute has a stream call a function: with an error, if the stream is in the error state.
+func execute(s device.Executor, name string, call func(error)) error {
+	return s.Execute(device.Work{
 		Name: name, Host: true, Run: func(device.Access) error { call(nil); return nil }, Failed: call,
 	})
-}
-
-// stream is the one whose turn it is. mu is held.
-func (f *fileMemory) stream() device.Watcher {
-	s := f.streams[f.next]
-	f.next = (f.next + 1) % len(f.streams)
-	return s
 }
 
 // Lost implements Memory: what is gone shows when it is read.
@@ -200,8 +209,11 @@ func (f *fileMemory) Reset() {
 // Close implements Memory.
 func (f *fileMemory) Close() error {
 	var errs []error
+	if f.copied != nil {
+		errs = append(errs, f.copied.Close()) // waits for its work
+	}
 	for _, s := range f.streams {
-		errs = append(errs, s.Close()) // waits for its work
+		errs = append(errs, s.Close())
 	}
 	errs = append(errs, f.points.close())
 	if f.staging != nil {
@@ -237,9 +249,11 @@ type group struct {
 	transfer *fileTransfer
 	first, n int
 	buffer   *buffer
+	stream   device.Executor // that reads or writes its files; nil: none does
 	ticket   *transfer.Ticket
-	// good are the blocks that were read.
+	// good are the blocks that are copied, err the error of a store's copies.
 	good []int
+	err  error
 }
 
 // Start implements Handler.
@@ -280,29 +294,60 @@ func (f *fileMemory) begin(k kvcache.Key, store bool) *blockFile {
 	return f.files[k]
 }
 
-// pump begins groups as long as there are buffers. mu is held, but not throughout.
+// pump begins what buffers and streams are free for. mu is held, but not throughout.
 func (f *fileMemory) pump() {
-	for len(f.idle) > 0 && len(f.loads)+len(f.stores) > 0 {
-		from := &f.loads
-		if len(*from) == 0 {
-			from = &f.stores
-		}
-		g := (*from)[0]
-		*from = slices.Delete(*from, 0, 1)
-		g.buffer = f.idle[len(f.idle)-1]
-		f.idle = f.idle[:len(f.idle)-1]
-		var err error
-		if g.transfer.store {
-			err = f.copyGroup(g, g.indices(), f.writeFiles)
-		} else {
-			if err = f.execute("read kv files", func(err error) { f.readFiles(g, err) }); err != nil {
-				err = fmt.Errorf("%w: %w", errRefused, err)
-			}
-		}
-		if err != nil {
-			f.end(g, err)
+	for {
+		switch {
+		case len(f.copies) > 0 && len(f.free) > 0:
+			f.begun(f.useStream(take(&f.copies), "write kv files", f.writeFiles))
+		case len(f.loads) > 0 && len(f.idle) > 0 && len(f.free) > 0:
+			f.begun(f.useStream(f.useBuffer(&f.loads), "read kv files", f.readFiles))
+		case len(f.loads) == 0 && len(f.stores) > 0 && len(f.idle) > 0:
+			g := f.useBuffer(&f.stores)
+			f.begun(g, f.copyGroup(g, g.indices(), f.filled))
+		default:
+			return
 		}
 	}
+}
+
+// begun ends a group of which a part could not be begun. mu is held.
+func (f *fileMemory) begun(g *group, err error) {
+	if err != nil {
+		f.end(g, err)
+	}
+}
+
+// take removes the first of groups.
+func take(from *[]*group) *group {
+	g := (*from)[0]
+	*from = slices.Delete(*from, 0, 1)
+	return g
+}
+
+// useBuffer takes the first of groups, and gives it an idle buffer. mu is held.
+func (f *fileMemory) useBuffer(from *[]*group) *group {
+	g := take(from)
+	g.buffer, f.idle = f.idle[len(f.idle)-1], f.idle[:len(f.idle)-1]
+	return g
+}
+
+// useStream has a free stream call next for a group. mu is held.
+func (f *fileMemory) useStream(g *group, name string, next func(*group, error)) (*group, error) {
+	// The last one is awake: mostly it is the caller.
+	g.stream, f.free = f.free[len(f.free)-1], f.free[:len(f.free)-1]
+	err := execute(g.stream, name, func(err error) { next(g, err) })
+	if err != nil {
+		f.freeStream(g)
+		err = fmt.Errorf("%w: %w", errRefused, err)
+	}
+	return g, err
+}
+
+// freeStream takes the group's stream back. mu is held.
+func (f *fileMemory) freeStream(g *group) {
+	f.free = append(f.free, g.stream)
+	g.stream = nil
 }
 
 // indices of all blocks of the group.
@@ -319,8 +364,8 @@ func (f *fileMemory) slot(g *group, block int) int64 {
 	return g.buffer.at + int64(block-g.first)*f.env.BlockBytes
 }
 
-// copyGroup copies blocks between the GPU and the group's buffer, and then has a stream call
-// next. With an error nothing is copied any more, and next is not called. mu is held, but not
+// copyGroup copies blocks between the GPU and the group's buffer, and then has the stream of copies
+// call next. With an error nothing is copied any more, and next is not called. mu is held, but not
 // while it waits for a copy whose end cannot be watched.
 func (f *fileMemory) copyGroup(g *group, blocks []int, next func(*group, error)) error {
 	t := g.transfer
@@ -342,14 +387,13 @@ func (f *fileMemory) copyGroup(g *group, blocks []int, next func(*group, error))
 		return fmt.Errorf("%w: %w", errRefused, err)
 	}
 	t.tickets = append(t.tickets, g.ticket)
-	s := f.stream()
 	work := device.Work{
 		Name: "kv files copied", Host: true, Failed: func(err error) { next(g, err) },
 		Run: func(device.Access) error { next(g, nil); return nil },
 	}
-	reached, err := s.Watch(g.ticket.End(), work)
+	reached, err := f.copied.Watch(g.ticket.End(), work)
 	if reached {
-		err = s.Execute(work)
+		err = f.copied.Execute(work)
 	}
 	if err != nil {
 		f.mu.Unlock()
@@ -360,10 +404,19 @@ func (f *fileMemory) copyGroup(g *group, blocks []int, next func(*group, error))
 	return nil
 }
 
+// filled runs on the stream of copies when the blocks of a store are in the buffer.
+func (f *fileMemory) filled(g *group, err error) {
+	g.err = errors.Join(err, g.ticket.Err())
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.copies = append(f.copies, g)
+	f.pump()
+}
+
 // writeFiles runs on a stream when blocks are in the buffer.
 func (f *fileMemory) writeFiles(g *group, err error) {
 	t := g.transfer
-	err = errors.Join(err, g.ticket.Err())
+	err = errors.Join(err, g.err)
 	var written []int
 	if err == nil {
 		for _, i := range g.good {
@@ -376,6 +429,7 @@ func (f *fileMemory) writeFiles(g *group, err error) {
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	f.freeStream(g)
 	for _, i := range written {
 		t.arrived[i] = true
 	}
@@ -400,14 +454,13 @@ func (f *fileMemory) readFiles(g *group, err error) {
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	f.freeStream(g)
 	t.err = errors.Join(t.err, err)
-	err = nil
 	if len(read) > 0 {
-		if err = f.copyGroup(g, read, f.loaded); err == nil {
-			return
-		}
+		f.begun(g, f.copyGroup(g, read, f.loaded))
+	} else {
+		f.end(g, nil)
 	}
-	f.end(g, err)
 	f.pump()
 }
 
@@ -420,7 +473,8 @@ func (f *fileMemory) readFile(t *fileTransfer, block int, content []byte) error 
 	return f.folder.read(t.files[block].name, k, content)
 }
 
-// loaded runs on a stream when blocks of the buffer have been copied, whatever became of the stream.
+// loaded runs on the stream of copies when blocks of the buffer have been copied, whatever became of
+// the stream.
 func (f *fileMemory) loaded(g *group, _ error) {
 	t := g.transfer
 	part := Job{}

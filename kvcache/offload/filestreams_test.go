@@ -5,6 +5,7 @@ import (
 	"errors"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 
 	"github.com/moeserve/moeserve/device"
@@ -160,5 +161,49 @@ func (r *rig) overwriteAll(s *sequence) {
 	r.Helper()
 	for _, b := range s.table.Blocks() {
 		r.write(b, make([]byte, int(r.n)))
+	}
+}
+
+// slowRead is a stream whose first read of files, of all streams, waits until the others have ended.
+type slowRead struct {
+	device.Watcher
+	reads *reads
+}
+
+type reads struct {
+	begun  atomic.Int64
+	others sync.WaitGroup
+}
+
+func (s slowRead) Execute(w device.Work) error {
+	if w.Name != "read kv files" {
+		return s.Watcher.Execute(w)
+	}
+	run, slow := w.Run, s.reads.begun.Add(1) == 1
+	w.Run = func(a device.Access) error {
+		if slow {
+			s.reads.others.Wait()
+		} else {
+			defer s.reads.others.Done()
+		}
+		return run(a)
+	}
+	return s.Watcher.Execute(w)
+}
+
+// TestFileReadersShareLoads: no read waits for a stream that is slow while others are idle, and neither
+// does the end of a copy, whose buffer the next read needs.
+func TestFileReadersShareLoads(t *testing.T) {
+	const groups = 64 // of one block each: more than there are buffers
+	r := newRig(t, rigOptions{config: offload.Config{FileBlocks: groups, Directory: t.TempDir()}, limit: groups, blocks: groups, wall: true})
+	slow := &reads{}
+	slow.others.Add(groups - 1)
+	r.tiers.WithFileStreams(1, func(s device.Watcher) device.Watcher { return slowRead{s, slow} })
+	s := r.sequence(1, "a", groups)
+	r.fill(s, 0, groups)
+	r.store(s, 0, groups)
+	r.overwriteAll(s)
+	if n, l := r.load(s, 0); n != groups || l.Blocks != groups || !r.right(s, 0, groups) || slow.begun.Load() != groups {
+		t.Errorf("found %d, loaded %+v by %d reads", n, l, slow.begun.Load())
 	}
 }
