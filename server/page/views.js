@@ -237,8 +237,9 @@ export function shade(tokens, mean) {
 const hitRate = (e) => (e.uses ? `, hit rate ${number((100 * e.hits) / e.uses)} %` : "");
 
 // unused is how many prefetches of an expert were not used lately: its slot went to another one, or its layer has run
-// without it. wasted: so many that it matters.
-export const unused = (e, lately) => lately.unused_prefetches + (e.unused ? 1 : 0);
+// without it. That may be a prefetch of long ago, so of an expert that has not been fetched lately there are none. wasted: so
+// many that it matters.
+export const unused = (e, lately) => Math.min(lately.fetches, lately.unused_prefetches + (e.unused ? 1 : 0));
 export const wasted = (e, lately) => unused(e, lately) > lately.fetches / 10;
 
 const window_ = 10; // seconds, of which the grid shows the use
@@ -827,7 +828,7 @@ export class Timeline {
       const known = lane.name === "GPU" ? parts : copies;
       for (const [key, d] of paths) all.append(shape("path", { "data-lane": lane.name, "data-for": key, d, fill: known.get(key)?.[1] ?? "var(--none)", "pointer-events": "none" }));
     });
-    const text = `${count(shown.length, "consecutive step")} in ${seconds((to - from) / 1e9)}. ${lanes.map((l) => `${l.name}: ${laneText(l, from, to)}`).join("; ")}.`;
+    const text = `${count(shown.length, "consecutive step")} in ${seconds((to - from) / 1e9)}. ${lanes.map((l) => `${l.name}: ${laneText(l, from, to) || "nothing"}`).join("; ")}.`;
     all.setAttribute("aria-label", `${text} The table below has each step.`);
     $("timeline").replaceChildren(all);
     $("timeline-said").textContent = text;
