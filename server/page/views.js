@@ -779,7 +779,7 @@ function laneText(lane, from, to) {
 // Timeline draws when the GPU computed and waited and when links copied, in consecutive steps.
 export class Timeline {
   constructor() {
-    this.runs = [[]]; // of consecutive steps, the latest two
+    this.runs = [[]]; // of consecutive steps with less than a second between two, the latest two
     $("timeline-legend").replaceChildren(
       element("li", {}, "GPU: the colors of the chart above, nothing between steps. Links:"),
       ...[...copies.values()].map(([name, color]) => element("li", {}, swatch(color), name)),
@@ -788,15 +788,17 @@ export class Timeline {
 
   add(step) {
     if (!step.timeline) return;
-    const last = this.runs.at(-1);
-    if (last.length && last.at(-1).step + 1 !== step.step) this.runs = [last, [step]];
+    const last = this.runs.at(-1), before = last.at(-1);
+    const idle = before ? step.timeline.begin_ns - before.timeline.begin_ns - before.timeline.duration_ns : 0;
+    if (before && (before.step + 1 !== step.step || idle < 0 || idle > 1e9)) this.runs = [last, [step]];
     else last.push(step);
     if (last.length > 12) last.shift();
   }
 
   draw() {
-    // A run that has just begun is not shown before it is long enough.
-    const shown = this.runs.at(-1).length < 12 && this.runs[0].length ? this.runs[0] : this.runs.at(-1);
+    // A run that has just begun is not shown before it is long enough, or as long as the one before.
+    const [earlier, latest] = [this.runs[0], this.runs.at(-1)];
+    const shown = earlier.length > latest.length ? earlier : latest;
     if (!shown.length) return;
     const lanes = timed(shown);
     const ends = (s) => [s.timeline.begin_ns, s.timeline.begin_ns + s.timeline.duration_ns];
