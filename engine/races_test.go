@@ -84,7 +84,8 @@ func (r *race) finish(j *engine.Job) []int32 {
 // abort cancels a request, and runs steps until it has ended, at once.
 func (r *race) abort(cancel func(), j *engine.Job) {
 	r.Helper()
-	cancel() // which reaches the engine from another goroutine
+	cancel()
+	engine.NoteCanceled(r.Engine) // which another goroutine does, perhaps only when the request has finished
 	for j.Times().Finished.IsZero() {
 		if _, err := engine.Turn(r.Engine, r.Context()); err != nil {
 			r.Fatal(err)

@@ -110,6 +110,9 @@ func (m *Manager) Withdraw(extent int) {
 			m.cached--
 			s.Cached--
 		}
+		if m.refs[id] > 0 {
+			m.losses++
+		}
 		m.reuse.dropped(m.keys[id])
 		m.clearKey(id)
 	}

@@ -76,7 +76,9 @@ type Manager struct {
 	copies      []Copy
 	// gained counts the blocks that a Match finds beside the free ones since they got a key, or
 	// since they were allocated or held with the one that they had.
-	gained  int64
+	gained int64
+	// losses counts the keys that blocks have lost while a sequence went on using them.
+	losses  int64
 	extents extents
 	reuse   reuse
 	// events are those that nobody has taken, if record is set.
@@ -186,6 +188,9 @@ func (m *Manager) writable(id int32) bool { return m.refs[id] == 1 && m.holds[id
 // keep is set; without, nobody matches it any more, also while others use it.
 func (m *Manager) release(id int32, keep bool) {
 	if !keep {
+		if m.refs[id] > 1 {
+			m.losses++
+		}
 		m.clearKey(id)
 	}
 	if m.refs[id]--; m.refs[id] > 0 {

@@ -712,3 +712,33 @@ func TestReserveAllocatesNothing(t *testing.T) {
 		t.Errorf("%v allocations", n)
 	}
 }
+
+// TestKeysOfRestoredBlocks: what a sequence has in an extent that was withdrawn and restored meanwhile is found again when
+// it fills more.
+func TestKeysOfRestoredBlocks(t *testing.T) {
+	m, err := kvcache.NewManager(kvcache.ManagerOptions{Blocks: 5, BlockTokens: 1, Extents: 1, ExtentBlocks: 4})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var keys []kvcache.Key
+	for last, i := kvcache.RootKey(nil), int32(0); i < 4; i++ {
+		last = last.Next([]int32{i})
+		keys = append(keys, last)
+	}
+	s := m.NewTable()
+	s.Identify(keys)
+	if !s.Reserve(4) {
+		t.Fatal("no block is free")
+	}
+	for tokens := range 3 {
+		s.SetFilled(tokens + 1)
+	}
+	m.Withdraw(0)
+	m.Restore(0)
+	s.SetFilled(4)
+	other := m.NewTable()
+	other.Identify(keys)
+	if found := other.Match(4); found != 4 {
+		t.Errorf("%d tokens are found, want 4", found)
+	}
+}

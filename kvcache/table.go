@@ -29,6 +29,9 @@ type Table struct {
 	writable int
 	// matched: the blocks are those of a Match, and no others.
 	matched bool
+	// keyed is how many of the first blocks had keys when Manager.losses was losses.
+	keyed  int
+	losses int64
 	// shared is the number of blocks of the last Match, after which Manager.gained was gained, that
 	// were not free when it had released them; -1: unknown.
 	shared int
@@ -186,7 +189,7 @@ func (t *Table) SetFilled(tokens int) {
 		panic(fmt.Sprintf("kvcache: %d tokens are filled after %d, in blocks of %d; %d were reserved", tokens, t.filled, b, t.writable))
 	}
 	if tokens < t.filled {
-		t.writable = tokens
+		t.writable, t.keyed = tokens, min(t.keyed, tokens/b)
 	}
 	first, end := t.filled/b, min(tokens/b, len(t.keys))
 	if first < end {
@@ -204,9 +207,19 @@ func (t *Table) SetFilled(tokens int) {
 
 // lost is the first of so many blocks whose key no block has: another one had it, or a sequence that shared the
 // block has released it without keep. Match would find no block behind it. The result is n where there is none.
+//
+// A long sequence is not searched anew for each block that it fills: its first blocks have kept their keys unless a
+// block that is used has lost one.
 func (t *Table) lost(n int) int {
-	for i, id := range t.blocks[:n] {
+	if t.losses != t.m.losses {
+		t.keyed, t.losses = 0, t.m.losses
+	}
+	for i := t.keyed; i < n; i++ {
+		id := t.blocks[i]
 		if t.m.keys[id] != (Key{}) {
+			if i == t.keyed {
+				t.keyed++
+			}
 			continue
 		}
 		if _, ok := t.m.byKey[t.keys[i]]; !ok && !t.m.extents.withdrawn(t.m.extents.of(id)) {
@@ -229,7 +242,7 @@ func (t *Table) Release(keep bool) {
 	if t.shared = -1; t.matched {
 		t.shared, t.matched = len(t.blocks)-(t.m.Free()-free), false
 	}
-	t.blocks, t.filled, t.writable = t.blocks[:0], 0, 0
+	t.blocks, t.filled, t.writable, t.keyed = t.blocks[:0], 0, 0, 0
 }
 
 // Filled is the number of the sequence's first tokens that the blocks hold.

@@ -6,17 +6,17 @@ import (
 	"github.com/moeserve/moeserve/device"
 )
 
-// Activity is when a link copied one chunk.
+// Activity is when a link copied chunks of one priority, one after the other.
 type Activity struct {
 	From, To device.Space
-	// Priority that the copy had when the chunk had landed.
+	// Priority that the copies had when the chunks had landed.
 	Priority Priority
-	// Begin and End on the machine's clock, as the host saw them: from when the chunk was enqueued, or the one
-	// before it had landed, until the host knew that it had landed.
+	// Begin and End on the machine's clock, as the host saw them: from when the first chunk was enqueued, or the one
+	// before it had landed, until the host knew that the last one had landed.
 	Begin, End time.Duration
 }
 
-// maxActivity is how many chunks are kept for the next call of Engine.Activity.
+// maxActivity is how many of them are kept for the next call of Engine.Activity.
 const maxActivity = 4096
 
 // activity is what links do, while somebody wants to know. The engine's lock guards it.
@@ -26,10 +26,10 @@ type activity struct {
 	all   []Activity
 }
 
-// Activity appends to buffer what links have copied since the last call, by the time at which chunks landed.
+// Activity appends to buffer what links have copied since the last call, that of each link in order.
 // False: that is not known, or not all of it. Chunks are recorded from the first call on, and while the
-// calls keep up with them: what is recorded stops after maxActivity chunks without a call, and begins again
-// with the next one. Otherwise copies cost the same as without it.
+// calls keep up with them: what is recorded stops after maxActivity times that a link idled or changed its priority
+// without a call, and begins again with the next one. Otherwise copies cost the same as without it.
 func (e *Engine) Activity(buffer []Activity) ([]Activity, bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -58,11 +58,21 @@ func (a *activity) landed(l *link, i int) {
 		return
 	}
 	now, s := l.engine.o.Machine.Now(), &l.slots[i]
+	next := Activity{l.pair.From, l.pair.To, Priority(s.chunk.Request.Class), min(max(s.began, l.landedAt, a.since), now), now}
+	l.landedAt = now
+	if l.recorded < len(a.all) && a.all[l.recorded].goesOn(next) {
+		a.all[l.recorded].End = now
+		return
+	}
 	if len(a.all) == maxActivity {
 		a.on = false
 		return
 	}
-	begin := min(max(s.began, l.landedAt, a.since), now)
-	l.landedAt = now
-	a.all = append(a.all, Activity{l.pair.From, l.pair.To, Priority(s.chunk.Request.Class), begin, now})
+	l.recorded = len(a.all)
+	a.all = append(a.all, next)
+}
+
+// goesOn reports whether the link of a has copied for the same, without a pause, in next.
+func (a *Activity) goesOn(next Activity) bool {
+	return a.From == next.From && a.To == next.To && a.Priority == next.Priority && a.End == next.Begin
 }

@@ -44,6 +44,8 @@ type link struct {
 	since time.Duration
 	// landedAt is when the latest chunk landed, while activity is recorded.
 	landedAt time.Duration
+	// recorded is the index of its latest activity, which may have been taken since.
+	recorded int
 }
 
 // slot is one chunk that may be in flight: the event behind it, and the work that runs

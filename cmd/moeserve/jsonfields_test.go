@@ -221,7 +221,7 @@ func unitOf(f jsonField) string {
 		return "0 to 1"
 	case "seconds", "busy_seconds", "predicted_seconds":
 		return "s"
-	case "bytes_by_purpose":
+	case "bytes_by_purpose", "bytes_by_client":
 		return "bytes"
 	case "bytes_per_second":
 		return "bytes/s"

@@ -147,13 +147,15 @@ func parseLatency(flag, text string) (float64, error) {
 }
 
 // serveCommand is the command line that serves with a plan: the explicit settings that serve
-// has, too, and the policy's. maxTPOT, if not empty, bounds steps with prompts, too.
+// has, too, and the policy's. maxTPOT, if not empty, bounds steps with prompts, too, unless it is so long that --max-itl
+// does not take it.
 func serveCommand(set *settings, p *planning.Planned, maxTPOT string) []string {
 	args := []string{"moeserve", "serve"}
 	values := set.Values()
+	_, tooLong := configs.Batch{MaxITL: maxTPOT}.ParseMaxITL()
 	for _, k := range configs.For("serve") {
 		value, decided := p.Settings[k.Name]
-		if k.Name == "max-itl" && maxTPOT != "" {
+		if k.Name == "max-itl" && maxTPOT != "" && tooLong == nil {
 			value, decided = maxTPOT, true
 		}
 		if !decided {

@@ -237,8 +237,9 @@ export function shade(tokens, mean) {
 const hitRate = (e) => (e.uses ? `, hit rate ${number((100 * e.hits) / e.uses)} %` : "");
 
 // unused is how many prefetches of an expert were not used lately: its slot went to another one, or its layer has run
-// without it. wasted: so many that it matters.
-export const unused = (e, lately) => lately.unused_prefetches + (e.unused ? 1 : 0);
+// without it. That may be a prefetch of long ago, so of an expert that has not been fetched lately there are none. wasted: so
+// many that it matters.
+export const unused = (e, lately) => Math.min(lately.fetches, lately.unused_prefetches + (e.unused ? 1 : 0));
 export const wasted = (e, lately) => unused(e, lately) > lately.fetches / 10;
 
 const window_ = 10; // seconds, of which the grid shows the use
@@ -778,7 +779,7 @@ function laneText(lane, from, to) {
 // Timeline draws when the GPU computed and waited and when links copied, in consecutive steps.
 export class Timeline {
   constructor() {
-    this.runs = [[]]; // of consecutive steps, the latest two
+    this.runs = [[]]; // of consecutive steps with less than a second between two, the latest two
     $("timeline-legend").replaceChildren(
       element("li", {}, "GPU: the colors of the chart above, nothing between steps. Links:"),
       ...[...copies.values()].map(([name, color]) => element("li", {}, swatch(color), name)),
@@ -787,15 +788,17 @@ export class Timeline {
 
   add(step) {
     if (!step.timeline) return;
-    const last = this.runs.at(-1);
-    if (last.length && last.at(-1).step + 1 !== step.step) this.runs = [last, [step]];
+    const last = this.runs.at(-1), before = last.at(-1);
+    const idle = before ? step.timeline.begin_ns - before.timeline.begin_ns - before.timeline.duration_ns : 0;
+    if (before && (before.step + 1 !== step.step || idle < 0 || idle > 1e9)) this.runs = [last, [step]];
     else last.push(step);
     if (last.length > 12) last.shift();
   }
 
   draw() {
-    // A run that has just begun is not shown before it is long enough.
-    const shown = this.runs.at(-1).length < 12 && this.runs[0].length ? this.runs[0] : this.runs.at(-1);
+    // A run that has just begun is not shown before it is long enough, or as long as the one before.
+    const [earlier, latest] = [this.runs[0], this.runs.at(-1)];
+    const shown = earlier.length > latest.length ? earlier : latest;
     if (!shown.length) return;
     const lanes = timed(shown);
     const ends = (s) => [s.timeline.begin_ns, s.timeline.begin_ns + s.timeline.duration_ns];
@@ -827,7 +830,7 @@ export class Timeline {
       const known = lane.name === "GPU" ? parts : copies;
       for (const [key, d] of paths) all.append(shape("path", { "data-lane": lane.name, "data-for": key, d, fill: known.get(key)?.[1] ?? "var(--none)", "pointer-events": "none" }));
     });
-    const text = `${count(shown.length, "consecutive step")} in ${seconds((to - from) / 1e9)}. ${lanes.map((l) => `${l.name}: ${laneText(l, from, to)}`).join("; ")}.`;
+    const text = `${count(shown.length, "consecutive step")} in ${seconds((to - from) / 1e9)}. ${lanes.map((l) => `${l.name}: ${laneText(l, from, to) || "nothing"}`).join("; ")}.`;
     all.setAttribute("aria-label", `${text} The table below has each step.`);
     $("timeline").replaceChildren(all);
     $("timeline-said").textContent = text;

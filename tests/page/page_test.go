@@ -586,11 +586,15 @@ func testViews(t *testing.T, ctx context.Context) {
 		`v.bounds([{}])`: "",
 		`v.borrowed({bytes_by_client: {kv: 2048, experts: 1024}})`: "borrowed 3 KiB (copies of experts 1 KiB, KV blocks 2 KiB)",
 		`v.borrowed({})`: "borrowed 0 B",
-		`[[{unused: true}, 0, 1], [{}, 2, 19], [{}, 2, 20], [{}, 0, 0]].map(([e, n, fetches]) => [v.unused(e, {unused_prefetches: n}), v.wasted(e, {unused_prefetches: n, fetches})]).join()`: "1,true,2,true,2,false,0,false",
+		`[[{unused: true}, 0, 1], [{}, 2, 19], [{}, 2, 20], [{}, 0, 0], [{unused: true}, 0, 0], [{}, 1, 0]].map(([e, n, fetches]) => [v.unused, v.wasted].map(f => f(e, {unused_prefetches: n, fetches}))).join()`: "1,true,2,true,2,false,0,false,0,false,0,false",
 		// A lane of the GPU, which computes where it does not wait, and one of each link, by time and not by step.
 		`JSON.stringify(v.timed([{timeline: {begin_ns: 100, duration_ns: 50, stalls: [{for: "router-sync", from_ns: 10, to_ns: 20}], links: [{src: "host", dst: "gpu0", copies: [{for: "demand", from_ns: -5, to_ns: 5}]}]}}]))`: `[{"name":"GPU","spans":[{"for":"computing","from":100,"to":110},{"for":"router-sync","from":110,"to":120},{"for":"computing","from":120,"to":150}]},{"name":"host → gpu0","spans":[{"for":"demand","from":95,"to":105}]}]`,
-		`JSON.stringify(v.shares([{for: "a", from: 0, to: 10}, {for: "b", from: 10, to: 15}, {for: "a", from: 30, to: 40}], 5, 25))`:                                                                                             `[["a",0.25],["b",0.25]]`,
-		`v.bounds([{}, {bound: {by: "compute", share: 1}}])`: "All of these steps are bound by computing.",
+		// A link whose copies ended before the steps did nothing in them.
+		`(() => { const t = new v.Timeline(); t.add({step: 1, timeline: {begin_ns: 9e6, duration_ns: 5e6, stalls: [], links: [{src: "host", dst: "gpu0", copies: [{for: "demand", from_ns: -9, to_ns: -5}]}]}}); t.draw(); return document.querySelector("#timeline-said").textContent })()`: "1 consecutive step in 5 ms. GPU: computing 100 %; host → gpu0: nothing.",
+		// Steps with more than a second between them are of different requests; the longer run of the last two is shown.
+		`(() => { const t = new v.Timeline(), said = []; for (const [step, at] of [[1, 0], [2, 6e6], [3, 9e9], [4, 9e9 + 7e6], [5, 9e9 + 14e6], [1, 3e6]]) { t.add({step, timeline: {begin_ns: at, duration_ns: 5e6, stalls: [], links: []}}); t.draw(); said.push(document.querySelector("#timeline-said").textContent) } return said.map(s => s.split(".")[0]).join() })()`: "1 consecutive step in 5 ms,2 consecutive steps in 11 ms,2 consecutive steps in 11 ms,2 consecutive steps in 12 ms,3 consecutive steps in 19 ms,3 consecutive steps in 19 ms",
+		`JSON.stringify(v.shares([{for: "a", from: 0, to: 10}, {for: "b", from: 10, to: 15}, {for: "a", from: 30, to: 40}], 5, 25))`:             `[["a",0.25],["b",0.25]]`,
+		`v.bounds([{}, {bound: {by: "compute", share: 1}}])`:                                                                                     "All of these steps are bound by computing.",
 		`v.bounds([{bound: {by: "compute", share: 0.6}}, ...[0.7, 0.9].map(share => ({bound: {by: "link", src: "gpu1", dst: "gpu0", share}}))])`: "Of these steps 2 are bound by gpu1 → gpu0 (busy 80 % of their time), 1 by computing.",
 	} {
 		if got := value[string](t, ctx, `import("/page/views.js").then(v => `+call+`)`); got != want {
