@@ -55,8 +55,9 @@ file. No weights are read and no memory is allocated. A preset needs no
 TTFT is the time from the arrival of a whole batch to the first token of its
 last sequence; TPOT is a decode step of the whole batch. --max-ttft and --max-tpot
 bound them: the plan is then the fastest policy within the bounds, and its serve
-command has --max-itl, by which steps with prompts keep the second one, too. Peers
-are those that run would use: of GPUs only those that --peers names.
+command has --max-itl, by which steps that decode take as many prompt tokens as fit
+into the second one. Peers are those that run would use: of GPUs only those that
+--peers names.
 
 run and serve take the result of --json as --policy.`,
 		Example: `  moeserve plan mixtral-8x7b --hardware l4
