@@ -262,6 +262,14 @@ export class Grid {
     $("grid").addEventListener("keydown", (e) => this.key(e));
     $("grid").addEventListener("focusin", (e) => this.focused(e.target));
     $("grid").addEventListener("click", (e) => e.target.focus());
+    $("grid-size").firstChild.addEventListener("click", (e) => this.dense(e.target.getAttribute("aria-pressed") === "true"));
+  }
+
+  // dense has all cells of a large grid in sight, without letters. Only with letters it scrolls.
+  dense(on) {
+    $("grid").toggleAttribute("data-dense", on);
+    $("grid").parentNode.classList.toggle("whole", on || $("grid-size").hidden);
+    $("grid-size").firstChild.setAttribute("aria-pressed", !on);
   }
 
   build(layers) {
@@ -280,6 +288,9 @@ export class Grid {
       ...layers.map((l, row) => element("div", { role: "row" }, element("span", { role: "rowheader" }, `${l.layer}`), ...this.cells[row])),
     );
     this.at = [0, 0];
+    const large = experts > 64 || layers.length * experts > 1024;
+    $("grid-size").hidden = !large;
+    this.dense(large);
   }
 
   // update shows where experts are.

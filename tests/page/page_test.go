@@ -599,6 +599,56 @@ func testViews(t *testing.T, ctx context.Context) {
 	}
 }
 
+// TestLargeGrid: as many experts as Qwen3-30B-A3B has are in sight at once, and with a button each has its letter.
+func TestLargeGrid(t *testing.T) {
+	fixture, dir := "../../testdata/fixtures/qwen3_moe", t.TempDir()
+	for _, name := range []string{"tokenizer.json", "tokenizer_config.json"} {
+		data, err := os.ReadFile(filepath.Join(fixture, name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(dir, name), data, 0o666); err != nil {
+			t.Fatal(err)
+		}
+	}
+	data, err := os.ReadFile(filepath.Join(fixture, "config.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var config map[string]any
+	if err := json.Unmarshal(data, &config); err != nil {
+		t.Fatal(err)
+	}
+	config["num_hidden_layers"], config["num_experts"], config["num_local_experts"], config["moe_intermediate_size"] = 48, 128, 128, 16
+	if data, err = json.Marshal(config); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "config.json"), data, 0o666); err != nil {
+		t.Fatal(err)
+	}
+	n := serve(t, nil, dir, "--load-format", "dummy", "--offload-fraction", "0.5")
+	ctx := browse(t)
+	run(t, ctx, size(1280, 900), chromedp.Navigate(n.admin+"/"), wait(`document.querySelectorAll("[role=gridcell][data-tier]").length === 48 * 128`))
+	hidden := `(() => { const s = document.querySelector("#grid").parentNode; return [s.scrollWidth - s.clientWidth, s.scrollHeight - s.clientHeight, document.querySelector("#grid").offsetHeight] })()`
+	if got := value[[]int](t, ctx, hidden); got[0] > 0 || got[1] > 0 || got[2] > 700 {
+		t.Errorf("%d pixels to the right and %d below are out of sight, and it is %d high", got[0], got[1], got[2])
+	}
+	run(t, ctx, chromedp.Click(`[data-row="47"][data-column="127"]`))
+	if said := value[string](t, ctx, `document.querySelector("#expert").textContent`); !strings.HasPrefix(said, "Layer 47, expert 127: ") {
+		t.Errorf("of the last expert it says %q", said)
+	}
+	accessible(t, ctx, "a large grid")
+	shoot(t, ctx, "admin-page-large.png")
+	run(t, ctx, chromedp.Click("#grid-size button"))
+	if size := value[float64](t, ctx, `parseFloat(getComputedStyle(document.querySelector("[role=gridcell]")).fontSize)`); size < 10 {
+		t.Errorf("letters of %v pixels", size)
+	}
+	run(t, ctx, chromedp.Click("#grid-size button"))
+	if got := value[[]int](t, ctx, hidden); got[0] > 0 || got[1] > 0 {
+		t.Errorf("small again, %d pixels to the right and %d below are out of sight", got[0], got[1])
+	}
+}
+
 // TestKey: with a key the page asks for it, and then shows the node.
 func TestKey(t *testing.T) {
 	n := serve(t, []string{"MOESERVE_API_KEY=secret"}, "--peers", "none")
