@@ -202,12 +202,15 @@ func (c *Client) body(p *Request, o *Options) map[string]any {
 
 // sample is the measurement of one request.
 type sample struct {
+	request                    int // its place among the requests
 	promptTokens, outputTokens int
 	began                      time.Time
 	ttft, e2e                  time.Duration
 	itl                        []time.Duration
 	// text that was generated, with Options.Detailed.
 	text string
+	// failure is why it has failed; empty: it has completed.
+	failure string
 }
 
 // chunk is a chunk of either endpoint's stream.
@@ -235,12 +238,12 @@ type chunk struct {
 // measure sends one request and reads its stream.
 func (c *Client) measure(ctx context.Context, p *Request, o *Options) (sample, error) {
 	began := time.Now()
+	s := sample{began: began, promptTokens: len(p.IDs)}
 	res, err := c.send(ctx, http.MethodPost, c.Endpoint, c.body(p, o))
 	if err != nil {
-		return sample{}, err
+		return s, err
 	}
 	defer res.Body.Close() //nolint:errcheck // only read from
-	s := sample{began: began}
 	var first, last time.Time
 	var generated strings.Builder
 	usage, done := false, false

@@ -434,6 +434,41 @@ func TestFailures(t *testing.T) {
 	})
 }
 
+// TestDetailsOfFailures: details are of all requests, in their order, as vllm bench serve has them, and say why one has failed.
+func TestDetailsOfFailures(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := &fake{
+			refuse: func(n int) string { return map[int]string{2: "full"}[n] },
+			spoil:  func(n int) string { return map[int]string{4: "data: {\"choices\": [{\"text\": \"y\"}]}\n\n"}[n] },
+		}
+		requests := slices.Repeat([]serving.Request{{IDs: []int32{5, 6, 7}}}, 4)
+		r, err := serving.Run(t.Context(), client(f), serving.Options{Requests: requests, OutputLen: 2, Detailed: true, MaxConcurrency: 1})
+		if err != nil || r.Completed != 2 || r.Failed != 2 {
+			t.Fatalf("%+v, %v", r, err)
+		}
+		data, err := json.Marshal(r)
+		var got struct {
+			Errors []string    `json:"errors"`
+			Texts  []string    `json:"generated_texts"`
+			Inputs []int       `json:"input_lens"`
+			Output []int       `json:"output_lens"`
+			Starts []float64   `json:"start_times"`
+			TTFTs  []float64   `json:"ttfts"`
+			ITLs   [][]float64 `json:"itls"`
+		}
+		if err = errors.Join(err, json.Unmarshal(data, &got)); err != nil {
+			t.Fatalf("%v: %s", err, data)
+		}
+		if want := []string{"", "/v1/completions: 400 Bad Request: full", "", "serving: /v1/completions: the stream ends without [DONE]"}; !slices.Equal(got.Errors, want) {
+			t.Errorf("errors %q", got.Errors)
+		}
+		if !slices.Equal(got.Output, []int{2, 0, 2, 0}) || !slices.Equal(got.Inputs, []int{4, 3, 4, 3}) || !slices.Equal(got.Texts, []string{"xx", "", "xx", "y"}) ||
+			len(got.ITLs) != 4 || len(got.TTFTs) != 4 || got.TTFTs[1] != 0 || !slices.IsSorted(got.Starts) || len(got.Starts) != 4 {
+			t.Errorf("%+v", got)
+		}
+	})
+}
+
 // Failures of connections count by what went wrong: their ports are all different.
 func TestLostConnections(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
