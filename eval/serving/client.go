@@ -218,7 +218,8 @@ type chunk struct {
 	Choices []struct {
 		Text  string `json:"text"`
 		Delta struct {
-			Content string `json:"content"`
+			Role    string  `json:"role"`
+			Content *string `json:"content"`
 			// Reasoning has one of two names, or both.
 			Reasoning        string            `json:"reasoning"`
 			ReasoningContent string            `json:"reasoning_content"`
@@ -277,14 +278,22 @@ func (c *Client) measure(ctx context.Context, p *Request, o *Options) (sample, e
 		}
 		x := &k.Choices[0]
 		if o.Detailed {
-			generated.WriteString(x.Text + x.Delta.Content)
+			generated.WriteString(x.Text)
+			if x.Delta.Content != nil {
+				generated.WriteString(*x.Delta.Content)
+			}
 		}
-		text := x.Text != "" || x.Delta.Content != "" || x.Delta.Reasoning != "" || x.Delta.ReasoningContent != "" || len(x.Delta.ToolCalls) > 0
+		// A chunk is of a token also where that has no text yet, or none at all. Not so those of a chat that only begin or end
+		// the message.
+		text := x.Text != "" || x.Delta.Content != nil && *x.Delta.Content != "" || x.Delta.Reasoning != "" || x.Delta.ReasoningContent != "" || len(x.Delta.ToolCalls) > 0
+		begins := x.Delta.Role != "" && x.FinishReason == nil
+		ends := c.Endpoint == ChatCompletions && x.Delta.Content == nil && !first.IsZero()
 		switch {
-		case first.IsZero() && (text || x.FinishReason != nil):
+		case !text && (begins || ends):
+		case first.IsZero():
 			first, last = now, now
 			s.ttft = now.Sub(began)
-		case text:
+		default:
 			s.itl = append(s.itl, now.Sub(last))
 			last = now
 		}

@@ -72,13 +72,13 @@ type Result struct {
 	RequestThroughput                   float64 // requests/s
 	OutputThroughput, TotalThroughput   float64 // tokens/s
 	// PeakOutputThroughput is the maximum of tokens within one second, whole ones from the start on, in
-	// which each chunk of text is one token.
+	// which each chunk is one token.
 	PeakOutputThroughput float64
 	// Goodput's bounds, and the requests/s that kept them.
 	Goodput        Goodput
 	RequestGoodput float64
 	// TTFT is the time to the first token, TPOT the time per output token after it, ITL the
-	// time between two chunks of text, E2EL the time from a request's start to its end.
+	// time between two chunks, E2EL the time from a request's start to its end.
 	TTFT, TPOT, ITL, E2EL Distribution
 	// Details, with Options.Detailed.
 	Details *Details

@@ -434,6 +434,30 @@ func TestFailures(t *testing.T) {
 	})
 }
 
+// TestChunksWithoutText: a token whose text is empty, or ends only with the next one, is a token, as for vllm bench serve. What
+// begins or ends a message of a chat is none.
+func TestChunksWithoutText(t *testing.T) {
+	const (
+		end        = `{"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 4}}`
+		completion = `{"choices": [{"text": "", "finish_reason": null}]}|{"choices": [{"text": "", "finish_reason": null}]}|{"choices": [{"text": "x", "finish_reason": null}]}|{"choices": [{"text": "", "finish_reason": "stop"}]}|`
+		chat       = `{"choices": [{"delta": {"role": "assistant", "content": ""}}]}|{"choices": [{"delta": {"content": ""}}]}|{"choices": [{"delta": {"content": ""}}]}|{"choices": [{"delta": {"content": "x"}}]}|{"choices": [{"delta": {"content": "y"}}]}|{"choices": [{"delta": {}, "finish_reason": "length"}]}|`
+	)
+	for endpoint, chunks := range map[string]string{serving.Completions: completion, serving.ChatCompletions: chat} {
+		synctest.Test(t, func(t *testing.T) {
+			var stream strings.Builder
+			for _, c := range strings.Split(chunks+end+"|[DONE]", "|") {
+				fmt.Fprintf(&stream, "data: %s\n\n", c)
+			}
+			c := client(&fake{spoil: func(int) string { return stream.String() }})
+			c.Endpoint = endpoint
+			r, err := serving.Run(t.Context(), c, serving.Options{Requests: prompts(1), OutputLen: 4, Detailed: true})
+			if err != nil || len(r.Details.ITLs[0]) != 3 || r.PeakOutputThroughput != 4 {
+				t.Errorf("%s: %v; of 4 tokens %v in the first second, with %d times between them", endpoint, err, r.PeakOutputThroughput, len(r.Details.ITLs[0]))
+			}
+		})
+	}
+}
+
 // TestDetailsOfFailures: details are of all requests, in their order, as vllm bench serve has them, and say why one has failed.
 func TestDetailsOfFailures(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
