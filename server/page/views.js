@@ -180,15 +180,17 @@ export function memory(memories, peers) {
   );
 }
 
-// links shows what links copy; rates are bytes per second by link, minute are the readings of the last minute.
-export function links(all, rates, minute) {
+// links shows what links copy; now has, by link, bytes per second and the share of the time with a copy under way, minute
+// the readings of the last minute.
+export function links(all, now, minute) {
   rows(
     "links",
     all.map((l) => {
-      const rate = rates.get(`${l.src} ${l.dst}`) ?? 0;
+      const { rate, busy } = now.get(`${l.src} ${l.dst}`) ?? { rate: 0, busy: 0 };
       const readings = minute.map((m) => m.find((e) => e.src === l.src && e.dst === l.dst)).filter(Boolean);
       return [
         `${l.src} → ${l.dst}`,
+        percent(Math.min(busy, 1)),
         l.bytes_per_second ? bar(rate / l.bytes_per_second) : "–",
         `${number(rate / 1e9, 2)} / ${l.bytes_per_second ? number(l.bytes_per_second / 1e9) : "–"}`,
         number(l.bytes / 1e9, 2),

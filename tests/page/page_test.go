@@ -556,8 +556,13 @@ func testPurposes(t *testing.T, ctx context.Context) {
 	if said := value[string](t, ctx, `document.querySelector("#peers svg").getAttribute("aria-label")`); !regexp.MustCompile(`gpu2: borrowed [\d.]+ \w+ \(copies of experts [\d.]+ \w+, KV blocks [\d.]+ \w+\), other processes`).MatchString(said) {
 		t.Errorf("of the memory of peers it says %q", said)
 	}
-	if queues := value[[]string](t, ctx, `[...document.querySelectorAll("#links tbody tr")].map(r => r.cells[4].textContent)`); slices.ContainsFunc(queues, func(q string) bool { return !regexp.MustCompile(`^[\d,]+ / [\d,]+$`).MatchString(q) }) {
+	if queues := value[[]string](t, ctx, `[...document.querySelectorAll("#links tbody tr")].map(r => r.cells[5].textContent)`); slices.ContainsFunc(queues, func(q string) bool { return !regexp.MustCompile(`^[\d,]+ / [\d,]+$`).MatchString(q) }) {
 		t.Errorf("the queues of links are %q", queues)
+	}
+	// Links that copy are busy for a part of the time.
+	run(t, ctx, wait(`[...document.querySelectorAll("#links tbody tr")].some(r => parseFloat(r.cells[1].textContent) > 0)`))
+	if busy := value[[]string](t, ctx, `[...document.querySelectorAll("#links tbody tr")].map(r => r.cells[1].textContent)`); slices.ContainsFunc(busy, func(b string) bool { return !regexp.MustCompile(`^(100|\d\d?(\.\d)?) %$`).MatchString(b) }) {
+		t.Errorf("links are busy %q", busy)
 	}
 	// Some prefetches are not used; experts have a mark where that are many.
 	unused := `[...document.querySelectorAll("[role=gridcell]:not(:focus)")].map(c => [c, c.getAttribute("aria-label").match(/([\d,]+) fetch(?:es)?, ([\d,]+) prefetch(?:es)? not used, hit rate/)]).filter(([, m]) => m).map(([c, m]) => [c.dataset.unused !== undefined, ...m.slice(1).map(n => Number(n.replace(/,/g, "")))])`
