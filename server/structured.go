@@ -142,7 +142,8 @@ func parseStructuredOutputs(o *object, c *common) {
 		one("grammar")
 	}
 	var object, others bool
-	if f.flag("json_object", &object); object {
+	off := f.flag("json_object", &object) && !object
+	if object {
 		one("json_object")
 	}
 	f.flag("disable_any_whitespace", &s.compact)
@@ -159,7 +160,9 @@ func parseStructuredOutputs(o *object, c *common) {
 	case len(kinds) == 1:
 		c.structure = s
 	}
-	o.close(f)
+	if o.close(f); len(kinds) == 0 && !off {
+		o.fail("structured_outputs", "invalid_value", "Invalid value for '%s': it must have one of json, json_object, regex, choice and grammar.", f.path)
+	}
 }
 
 // grammars compiles the grammars of one model's requests, and keeps the latest.

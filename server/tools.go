@@ -3,6 +3,7 @@ package server
 import (
 	"crypto/rand"
 	"encoding/json"
+	"fmt"
 	"maps"
 	"slices"
 
@@ -54,6 +55,8 @@ func parseToolList(o *object, c *conversation, tools json.RawMessage) json.RawMe
 			o.wrongType("tools", "an array of objects", tools)
 		} else if number > maxTools {
 			o.tooMany("tools", maxTools, "tools")
+		} else if kind := toolType(tool); kind != "function" {
+			o.fail(fmt.Sprintf("tools[%d].type", number-1), "invalid_value", "Invalid value for 'tools[%d].type': it must be \"function\", and is %q; this server runs no tools.", number-1, truncate(kind))
 		} else if f, t := parseTool(tool); f.name != "" {
 			c.tools[f.name] = t
 			f.index = number - 1
@@ -66,6 +69,18 @@ func parseToolList(o *object, c *conversation, tools json.RawMessage) json.RawMe
 		return nil
 	}
 	return tools
+}
+
+// toolType is the type of a tool; where it says none, it is a function, or the template's alone.
+func toolType(raw json.RawMessage) string {
+	var tool struct{ Type any }
+	if json.Unmarshal(raw, &tool) != nil || tool.Type == nil {
+		return "function"
+	}
+	if kind, ok := tool.Type.(string); ok {
+		return kind
+	}
+	return fmt.Sprint(tool.Type)
 }
 
 // parseTool reads what a parser of calls has to know of a tool. One without a name of a function is the

@@ -548,6 +548,21 @@ func TestBenchServe(t *testing.T) {
 			golden(t, "benchserve.json.txt", shape(t, stdout))
 		}
 	}
+	// Random prompts and traces have as many tokens generated as they say, prompts of files until the model ends.
+	for want, args := range map[int][]string{
+		128: {"--num-prompts", "8", "--input-len", "5"},
+		12:  {"--dataset-name", "timed_trace", "--dataset-path", trace, "--num-prompts", "3"},
+		-1:  {"--num-prompts", "8", "--input-len", "5", "--ignore-eos=false"},
+		-2:  {"--num-prompts", "8", "--dataset-path", questions},
+	} {
+		stdout, stderr, code := invoke(t, strings.NewReader(""), append([]string{"bench", "serve", "--base-url", p.url, "--output-len", "16", "--json", "-"}, args...)...)
+		var r struct {
+			Tokens int `json:"total_output_tokens"`
+		}
+		if err := json.Unmarshal([]byte(stdout), &r); err != nil || code != exitDone || want > 0 && r.Tokens != want || want < 0 && r.Tokens >= 128 {
+			t.Errorf("%v: %d tokens, exit code %d, %v: %s", args, r.Tokens, code, err, stderr)
+		}
+	}
 	for want, args := range map[string][]string{
 		"--dataset-name is \"sharegpt\"":         {"--dataset-name", "sharegpt"},
 		"--dataset-name random reads no file":    {"--dataset-name", "random", "--dataset-path", questions},

@@ -73,6 +73,9 @@ them. Flags, and the fields of --json, have vLLM's names.
   custom             a file of JSON objects, one a line, with prompt and
                      output_tokens
 
+Ends of sequence are ignored in random and timed_trace, as vLLM does, unless there
+is --ignore-eos=false, and in the others with --ignore-eos.
+
 The default is mt-bench with --dataset-path, else random. The key of MOESERVE_API_KEY,
 else of OPENAI_API_KEY, is sent if it is set.
 
@@ -95,7 +98,13 @@ Ctrl-C ends the measurement with the requests that have completed.`,
 			return benchServe(cmd.Context(), s, set, &o)
 		},
 	}
-	addSettings(cmd.Flags(), slices.DeleteFunc(slices.Clone(configs.Schema), func(k configs.Key) bool { return !slices.Contains(loadSettings, k.Name) }))
+	keys := slices.DeleteFunc(slices.Clone(configs.Schema), func(k configs.Key) bool { return !slices.Contains(loadSettings, k.Name) })
+	for i := range keys {
+		if keys[i].Name == "output-len" { // elsewhere ends of sequence are always ignored
+			keys[i].Help = "maximum tokens to generate per request, and with --ignore-eos exactly as many"
+		}
+	}
+	addSettings(cmd.Flags(), keys)
 	f := cmd.Flags()
 	f.StringVar(&o.baseURL, "base-url", "http://127.0.0.1:8000", "`URL` of the server, without /v1")
 	f.StringVar(&o.endpoint, "endpoint", serving.Completions, "`PATH` of the endpoint: "+strings.Join(serving.Endpoints, " or "))
@@ -136,6 +145,9 @@ func (o *loadOptions) parse(set *settings) (l serving.Options, err error) {
 	}
 	if err := o.parseDataset(set); err != nil {
 		return l, err
+	}
+	if (o.dataset == randomSet || o.dataset == traceSet) && !set.given("ignore-eos") {
+		l.IgnoreEOS = true
 	}
 	if l.Arrivals, err = o.parseArrivals(); err != nil {
 		return l, err

@@ -182,6 +182,8 @@ func TestReferenceAPI(t *testing.T) {
 			body = fmt.Sprintf(`{%q: %s}`, top, value)
 		case "response_format.json_schema":
 			body = strings.Replace(body, `"json_schema"`, `"type": "json_schema", "json_schema"`, 1)
+		case "structured_outputs.disable_any_whitespace", "structured_outputs.whitespace_pattern", "structured_outputs.disable_additional_properties":
+			body = strings.Replace(body, `"structured_outputs": {`, `"structured_outputs": {"json_object": true, `, 1)
 		case "top_logprobs":
 			body = strings.Replace(body, "{", `{"logprobs": true, `, 1)
 		case "stream_options.include_usage", "stream_options.continuous_usage_stats":

@@ -202,12 +202,15 @@ func (c *Client) body(p *Request, o *Options) map[string]any {
 
 // sample is the measurement of one request.
 type sample struct {
+	request                    int // its place among the requests
 	promptTokens, outputTokens int
 	began                      time.Time
 	ttft, e2e                  time.Duration
 	itl                        []time.Duration
 	// text that was generated, with Options.Detailed.
 	text string
+	// failure is why it has failed; empty: it has completed.
+	failure string
 }
 
 // chunk is a chunk of either endpoint's stream.
@@ -215,7 +218,8 @@ type chunk struct {
 	Choices []struct {
 		Text  string `json:"text"`
 		Delta struct {
-			Content string `json:"content"`
+			Role    string  `json:"role"`
+			Content *string `json:"content"`
 			// Reasoning has one of two names, or both.
 			Reasoning        string            `json:"reasoning"`
 			ReasoningContent string            `json:"reasoning_content"`
@@ -235,12 +239,12 @@ type chunk struct {
 // measure sends one request and reads its stream.
 func (c *Client) measure(ctx context.Context, p *Request, o *Options) (sample, error) {
 	began := time.Now()
+	s := sample{began: began, promptTokens: len(p.IDs)}
 	res, err := c.send(ctx, http.MethodPost, c.Endpoint, c.body(p, o))
 	if err != nil {
-		return sample{}, err
+		return s, err
 	}
 	defer res.Body.Close() //nolint:errcheck // only read from
-	s := sample{began: began}
 	var first, last time.Time
 	var generated strings.Builder
 	usage, done := false, false
@@ -274,14 +278,22 @@ func (c *Client) measure(ctx context.Context, p *Request, o *Options) (sample, e
 		}
 		x := &k.Choices[0]
 		if o.Detailed {
-			generated.WriteString(x.Text + x.Delta.Content)
+			generated.WriteString(x.Text)
+			if x.Delta.Content != nil {
+				generated.WriteString(*x.Delta.Content)
+			}
 		}
-		text := x.Text != "" || x.Delta.Content != "" || x.Delta.Reasoning != "" || x.Delta.ReasoningContent != "" || len(x.Delta.ToolCalls) > 0
+		// A chunk is of a token also where that has no text yet, or none at all. Not so those of a chat that only begin or end
+		// the message.
+		text := x.Text != "" || x.Delta.Content != nil && *x.Delta.Content != "" || x.Delta.Reasoning != "" || x.Delta.ReasoningContent != "" || len(x.Delta.ToolCalls) > 0
+		begins := x.Delta.Role != "" && x.FinishReason == nil
+		ends := c.Endpoint == ChatCompletions && x.Delta.Content == nil && !first.IsZero()
 		switch {
-		case first.IsZero() && (text || x.FinishReason != nil):
+		case !text && (begins || ends):
+		case first.IsZero():
 			first, last = now, now
 			s.ttft = now.Sub(began)
-		case text:
+		default:
 			s.itl = append(s.itl, now.Sub(last))
 			last = now
 		}

@@ -11,8 +11,9 @@
 //
 // Each request streams. Its clock starts when it is sent, which waits for the arrival time,
 // and with a limit of concurrency for an earlier request to end. TTFT ends with the first
-// chunk that has text, ITL is between two such chunks, end-to-end latency ends with the stream,
-// and TPOT is the time from the first token to that end over all tokens but the first.
+// chunk of a token, ITL is between two such chunks, end-to-end latency ends with the stream,
+// and TPOT is the time from the first token to that end over all tokens but the first. The chunk of a token
+// may have no text.
 //
 // # Invariants
 //

@@ -72,25 +72,25 @@ type Result struct {
 	RequestThroughput                   float64 // requests/s
 	OutputThroughput, TotalThroughput   float64 // tokens/s
 	// PeakOutputThroughput is the maximum of tokens within one second, whole ones from the start on, in
-	// which each chunk of text is one token.
+	// which each chunk is one token.
 	PeakOutputThroughput float64
 	// Goodput's bounds, and the requests/s that kept them.
 	Goodput        Goodput
 	RequestGoodput float64
 	// TTFT is the time to the first token, TPOT the time per output token after it, ITL the
-	// time between two chunks of text, E2EL the time from a request's start to its end.
+	// time between two chunks, E2EL the time from a request's start to its end.
 	TTFT, TPOT, ITL, E2EL Distribution
 	// Details, with Options.Detailed.
 	Details *Details
 }
 
-// Details have one element for each completed request, in the order in which they ended. Times are
-// in seconds; StartTimes are since the first request.
+// Details have one element for each request that has completed or failed, in the order of the requests. Times are
+// in seconds; StartTimes are since the first request. Of a failed one Errors have the reason, and OutputLens 0.
 type Details struct {
-	InputLens, OutputLens []int
-	StartTimes, TTFTs     []float64
-	ITLs                  [][]float64
-	GeneratedTexts        []string
+	InputLens, OutputLens  []int
+	StartTimes, TTFTs      []float64
+	ITLs                   [][]float64
+	GeneratedTexts, Errors []string
 }
 
 // Distribution of a latency, in seconds. All are 0 where nothing was measured.
@@ -232,7 +232,13 @@ func (r Result) MarshalJSON() ([]byte, error) {
 	f = append(f, field{"goodput", bounds}, field{"failures", r.Failures}, field{"run", r.Run})
 	if d := r.Details; d != nil {
 		f = append(f, []field{
-			{"input_lens", d.InputLens}, {"output_lens", d.OutputLens}, {"start_times", d.StartTimes}, {"ttfts", d.TTFTs}, {"itls", d.ITLs}, {"generated_texts", d.GeneratedTexts},
+			{"input_lens", d.InputLens},
+			{"output_lens", d.OutputLens},
+			{"start_times", d.StartTimes},
+			{"ttfts", d.TTFTs},
+			{"itls", d.ITLs},
+			{"generated_texts", d.GeneratedTexts},
+			{"errors", d.Errors},
 		}...)
 	}
 	var b bytes.Buffer
@@ -308,12 +314,10 @@ func (r *Result) sumUp(samples []sample, o *Options, began time.Time) {
 	}{{&r.TTFT, ttft}, {&r.TPOT, tpot}, {&r.ITL, itl}, {&r.E2EL, e2e}} {
 		*x.to = Distribute(x.values, o.Percentiles)
 	}
-	if o.Detailed {
-		r.Details = details(samples, began)
-	}
 }
 
 func details(samples []sample, began time.Time) *Details {
+	slices.SortFunc(samples, func(a, b sample) int { return a.request - b.request })
 	d := &Details{}
 	for i := range samples {
 		s := &samples[i]
@@ -321,9 +325,13 @@ func details(samples []sample, began time.Time) *Details {
 		for k, t := range s.itl {
 			itl[k] = t.Seconds()
 		}
-		d.InputLens, d.OutputLens = append(d.InputLens, s.promptTokens), append(d.OutputLens, s.outputTokens)
+		tokens := s.outputTokens
+		if s.failure != "" {
+			tokens = 0
+		}
+		d.InputLens, d.OutputLens = append(d.InputLens, s.promptTokens), append(d.OutputLens, tokens)
 		d.StartTimes, d.TTFTs = append(d.StartTimes, s.began.Sub(began).Seconds()), append(d.TTFTs, s.ttft.Seconds())
-		d.ITLs, d.GeneratedTexts = append(d.ITLs, itl), append(d.GeneratedTexts, s.text)
+		d.ITLs, d.GeneratedTexts, d.Errors = append(d.ITLs, itl), append(d.GeneratedTexts, s.text), append(d.Errors, s.failure)
 	}
 	return d
 }

@@ -95,6 +95,7 @@ type load struct {
 
 	mu            sync.Mutex
 	samples       []sample
+	lost          []sample // those that failed
 	errors        map[string]int
 	running, peak int
 	ended         int
@@ -130,6 +131,7 @@ func Run(ctx context.Context, c *Client, o Options) (Result, error) {
 		requests.Go(func() {
 			l.start()
 			s, err := c.measure(ctx, &o.Requests[i], &o)
+			s.request = i
 			l.end(ctx, s, err)
 			if slots != nil {
 				<-slots // last: the next request begins at once
@@ -213,7 +215,9 @@ func (l *load) end(ctx context.Context, s sample, err error) {
 	case err == nil:
 		l.samples = append(l.samples, s)
 	case ctx.Err() == nil: // what an interrupt aborts has not failed
-		l.failed(reason(err))
+		s.failure = reason(err)
+		l.lost = append(l.lost, s)
+		l.failed(s.failure)
 	}
 	l.progress(l.ended)
 }
@@ -251,5 +255,8 @@ func (l *load) result(o *Options, began time.Time) Result {
 		r.Failed += n
 	}
 	r.sumUp(l.samples, o, began)
+	if o.Detailed {
+		r.Details = details(append(l.samples, l.lost...), began)
+	}
 	return r
 }

@@ -434,6 +434,65 @@ func TestFailures(t *testing.T) {
 	})
 }
 
+// TestChunksWithoutText: a token whose text is empty, or ends only with the next one, is a token, as for vllm bench serve. What
+// begins or ends a message of a chat is none.
+func TestChunksWithoutText(t *testing.T) {
+	const (
+		end        = `{"choices": [], "usage": {"prompt_tokens": 4, "completion_tokens": 4}}`
+		completion = `{"choices": [{"text": "", "finish_reason": null}]}|{"choices": [{"text": "", "finish_reason": null}]}|{"choices": [{"text": "x", "finish_reason": null}]}|{"choices": [{"text": "", "finish_reason": "stop"}]}|`
+		chat       = `{"choices": [{"delta": {"role": "assistant", "content": ""}}]}|{"choices": [{"delta": {"content": ""}}]}|{"choices": [{"delta": {"content": ""}}]}|{"choices": [{"delta": {"content": "x"}}]}|{"choices": [{"delta": {"content": "y"}}]}|{"choices": [{"delta": {}, "finish_reason": "length"}]}|`
+	)
+	for endpoint, chunks := range map[string]string{serving.Completions: completion, serving.ChatCompletions: chat} {
+		synctest.Test(t, func(t *testing.T) {
+			var stream strings.Builder
+			for _, c := range strings.Split(chunks+end+"|[DONE]", "|") {
+				fmt.Fprintf(&stream, "data: %s\n\n", c)
+			}
+			c := client(&fake{spoil: func(int) string { return stream.String() }})
+			c.Endpoint = endpoint
+			r, err := serving.Run(t.Context(), c, serving.Options{Requests: prompts(1), OutputLen: 4, Detailed: true})
+			if err != nil || len(r.Details.ITLs[0]) != 3 || r.PeakOutputThroughput != 4 {
+				t.Errorf("%s: %v; of 4 tokens %v in the first second, with %d times between them", endpoint, err, r.PeakOutputThroughput, len(r.Details.ITLs[0]))
+			}
+		})
+	}
+}
+
+// TestDetailsOfFailures: details are of all requests, in their order, as vllm bench serve has them, and say why one has failed.
+func TestDetailsOfFailures(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := &fake{
+			refuse: func(n int) string { return map[int]string{2: "full"}[n] },
+			spoil:  func(n int) string { return map[int]string{4: "data: {\"choices\": [{\"text\": \"y\"}]}\n\n"}[n] },
+		}
+		requests := slices.Repeat([]serving.Request{{IDs: []int32{5, 6, 7}}}, 4)
+		r, err := serving.Run(t.Context(), client(f), serving.Options{Requests: requests, OutputLen: 2, Detailed: true, MaxConcurrency: 1})
+		if err != nil || r.Completed != 2 || r.Failed != 2 {
+			t.Fatalf("%+v, %v", r, err)
+		}
+		data, err := json.Marshal(r)
+		var got struct {
+			Errors []string    `json:"errors"`
+			Texts  []string    `json:"generated_texts"`
+			Inputs []int       `json:"input_lens"`
+			Output []int       `json:"output_lens"`
+			Starts []float64   `json:"start_times"`
+			TTFTs  []float64   `json:"ttfts"`
+			ITLs   [][]float64 `json:"itls"`
+		}
+		if err = errors.Join(err, json.Unmarshal(data, &got)); err != nil {
+			t.Fatalf("%v: %s", err, data)
+		}
+		if want := []string{"", "/v1/completions: 400 Bad Request: full", "", "serving: /v1/completions: the stream ends without [DONE]"}; !slices.Equal(got.Errors, want) {
+			t.Errorf("errors %q", got.Errors)
+		}
+		if !slices.Equal(got.Output, []int{2, 0, 2, 0}) || !slices.Equal(got.Inputs, []int{4, 3, 4, 3}) || !slices.Equal(got.Texts, []string{"xx", "", "xx", "y"}) ||
+			len(got.ITLs) != 4 || len(got.TTFTs) != 4 || got.TTFTs[1] != 0 || !slices.IsSorted(got.Starts) || len(got.Starts) != 4 {
+			t.Errorf("%+v", got)
+		}
+	})
+}
+
 // Failures of connections count by what went wrong: their ports are all different.
 func TestLostConnections(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

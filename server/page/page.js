@@ -22,7 +22,8 @@ function rates(now) {
   const links = new Map();
   for (const l of now.links) {
     const was = before?.links.find((b) => b.src === l.src && b.dst === l.dst);
-    if (passed > 0) links.set(`${l.src} ${l.dst}`, Math.max(0, l.bytes - (was?.bytes ?? 0)) / passed);
+    const since = (key) => Math.max(0, l[key] - (was?.[key] ?? 0)) / passed;
+    if (passed > 0) links.set(`${l.src} ${l.dst}`, { rate: since("bytes"), busy: since("busy_seconds") });
   }
   const [hits, misses] = [per("expert_hits"), per("expert_misses")];
   return { generated: per("generated_tokens"), prefill: per("prefill_tokens"), steps: per("steps"), hits, misses, links };

@@ -180,15 +180,17 @@ export function memory(memories, peers) {
   );
 }
 
-// links shows what links copy; rates are bytes per second by link, minute are the readings of the last minute.
-export function links(all, rates, minute) {
+// links shows what links copy; now has, by link, bytes per second and the share of the time with a copy under way, minute
+// the readings of the last minute.
+export function links(all, now, minute) {
   rows(
     "links",
     all.map((l) => {
-      const rate = rates.get(`${l.src} ${l.dst}`) ?? 0;
+      const { rate, busy } = now.get(`${l.src} ${l.dst}`) ?? { rate: 0, busy: 0 };
       const readings = minute.map((m) => m.find((e) => e.src === l.src && e.dst === l.dst)).filter(Boolean);
       return [
         `${l.src} → ${l.dst}`,
+        percent(Math.min(busy, 1)),
         l.bytes_per_second ? bar(rate / l.bytes_per_second) : "–",
         `${number(rate / 1e9, 2)} / ${l.bytes_per_second ? number(l.bytes_per_second / 1e9) : "–"}`,
         number(l.bytes / 1e9, 2),
@@ -263,6 +265,14 @@ export class Grid {
     $("grid").addEventListener("keydown", (e) => this.key(e));
     $("grid").addEventListener("focusin", (e) => this.focused(e.target));
     $("grid").addEventListener("click", (e) => e.target.focus());
+    $("grid-size").firstChild.addEventListener("click", (e) => this.dense(e.target.getAttribute("aria-pressed") === "true"));
+  }
+
+  // dense has all cells of a large grid in sight, without letters. Only with letters it scrolls.
+  dense(on) {
+    $("grid").toggleAttribute("data-dense", on);
+    $("grid").parentNode.classList.toggle("whole", on || $("grid-size").hidden);
+    $("grid-size").firstChild.setAttribute("aria-pressed", !on);
   }
 
   build(layers) {
@@ -281,6 +291,9 @@ export class Grid {
       ...layers.map((l, row) => element("div", { role: "row" }, element("span", { role: "rowheader" }, `${l.layer}`), ...this.cells[row])),
     );
     this.at = [0, 0];
+    const large = experts > 64 || layers.length * experts > 1024;
+    $("grid-size").hidden = !large;
+    this.dense(large);
   }
 
   // update shows where experts are.

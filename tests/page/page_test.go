@@ -556,8 +556,13 @@ func testPurposes(t *testing.T, ctx context.Context) {
 	if said := value[string](t, ctx, `document.querySelector("#peers svg").getAttribute("aria-label")`); !regexp.MustCompile(`gpu2: borrowed [\d.]+ \w+ \(copies of experts [\d.]+ \w+, KV blocks [\d.]+ \w+\), other processes`).MatchString(said) {
 		t.Errorf("of the memory of peers it says %q", said)
 	}
-	if queues := value[[]string](t, ctx, `[...document.querySelectorAll("#links tbody tr")].map(r => r.cells[4].textContent)`); slices.ContainsFunc(queues, func(q string) bool { return !regexp.MustCompile(`^[\d,]+ / [\d,]+$`).MatchString(q) }) {
+	if queues := value[[]string](t, ctx, `[...document.querySelectorAll("#links tbody tr")].map(r => r.cells[5].textContent)`); slices.ContainsFunc(queues, func(q string) bool { return !regexp.MustCompile(`^[\d,]+ / [\d,]+$`).MatchString(q) }) {
 		t.Errorf("the queues of links are %q", queues)
+	}
+	// Links that copy are busy for a part of the time.
+	run(t, ctx, wait(`[...document.querySelectorAll("#links tbody tr")].some(r => parseFloat(r.cells[1].textContent) > 0)`))
+	if busy := value[[]string](t, ctx, `[...document.querySelectorAll("#links tbody tr")].map(r => r.cells[1].textContent)`); slices.ContainsFunc(busy, func(b string) bool { return !regexp.MustCompile(`^(100|\d\d?(\.\d)?) %$`).MatchString(b) }) {
+		t.Errorf("links are busy %q", busy)
 	}
 	// Some prefetches are not used; experts have a mark where that are many.
 	unused := `[...document.querySelectorAll("[role=gridcell]:not(:focus)")].map(c => [c, c.getAttribute("aria-label").match(/([\d,]+) fetch(?:es)?, ([\d,]+) prefetch(?:es)? not used, hit rate/)]).filter(([, m]) => m).map(([c, m]) => [c.dataset.unused !== undefined, ...m.slice(1).map(n => Number(n.replace(/,/g, "")))])`
@@ -600,6 +605,56 @@ func testViews(t *testing.T, ctx context.Context) {
 		if got := value[string](t, ctx, `import("/page/views.js").then(v => `+call+`)`); got != want {
 			t.Errorf("%s is %q, want %q", call, got, want)
 		}
+	}
+}
+
+// TestLargeGrid: as many experts as Qwen3-30B-A3B has are in sight at once, and with a button each has its letter.
+func TestLargeGrid(t *testing.T) {
+	fixture, dir := "../../testdata/fixtures/qwen3_moe", t.TempDir()
+	for _, name := range []string{"tokenizer.json", "tokenizer_config.json"} {
+		data, err := os.ReadFile(filepath.Join(fixture, name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(dir, name), data, 0o666); err != nil {
+			t.Fatal(err)
+		}
+	}
+	data, err := os.ReadFile(filepath.Join(fixture, "config.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var config map[string]any
+	if err := json.Unmarshal(data, &config); err != nil {
+		t.Fatal(err)
+	}
+	config["num_hidden_layers"], config["num_experts"], config["num_local_experts"], config["moe_intermediate_size"] = 48, 128, 128, 16
+	if data, err = json.Marshal(config); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "config.json"), data, 0o666); err != nil {
+		t.Fatal(err)
+	}
+	n := serve(t, nil, dir, "--load-format", "dummy", "--offload-fraction", "0.5")
+	ctx := browse(t)
+	run(t, ctx, size(1280, 900), chromedp.Navigate(n.admin+"/"), wait(`document.querySelectorAll("[role=gridcell][data-tier]").length === 48 * 128`))
+	hidden := `(() => { const s = document.querySelector("#grid").parentNode; return [s.scrollWidth - s.clientWidth, s.scrollHeight - s.clientHeight, document.querySelector("#grid").offsetHeight] })()`
+	if got := value[[]int](t, ctx, hidden); got[0] > 0 || got[1] > 0 || got[2] > 700 {
+		t.Errorf("%d pixels to the right and %d below are out of sight, and it is %d high", got[0], got[1], got[2])
+	}
+	run(t, ctx, chromedp.Click(`[data-row="47"][data-column="127"]`))
+	if said := value[string](t, ctx, `document.querySelector("#expert").textContent`); !strings.HasPrefix(said, "Layer 47, expert 127: ") {
+		t.Errorf("of the last expert it says %q", said)
+	}
+	accessible(t, ctx, "a large grid")
+	shoot(t, ctx, "admin-page-large.png")
+	run(t, ctx, chromedp.Click("#grid-size button"))
+	if size := value[float64](t, ctx, `parseFloat(getComputedStyle(document.querySelector("[role=gridcell]")).fontSize)`); size < 10 {
+		t.Errorf("letters of %v pixels", size)
+	}
+	run(t, ctx, chromedp.Click("#grid-size button"))
+	if got := value[[]int](t, ctx, hidden); got[0] > 0 || got[1] > 0 {
+		t.Errorf("small again, %d pixels to the right and %d below are out of sight", got[0], got[1])
 	}
 }
 
