@@ -139,7 +139,7 @@ func testBadBodies(t *testing.T) {
 		{chats, `{"messages": [1]}`, "messages[0]", "invalid_type", "must be a JSON object, and is a number"},
 		{chats, `{"messages": [{"role": "user", "content": "x"}, null]}`, "messages[1]", "invalid_type", "is null"},
 		{chats, `{"messages": [{"content": "x"}]}`, "messages[0].role", "missing_required_parameter", "'messages[0].role'"},
-		{chats, `{"messages": [{"role": "robot", "content": "x"}]}`, "messages[0].role", "invalid_value", "one of system"},
+		{chats, `{"messages": [{"role": "robot", "content": "x"}]}`, "messages[0].role", "invalid_value", `one of system, developer, user, assistant, tool, function, and is "robot".`},
 		{chats, `{"messages": [{"role": 1, "content": "x"}]}`, "messages[0].role", "invalid_type", "a string, and is a number"},
 		{chats, `{"messages": [{"role": "user"}]}`, "messages[0].content", "missing_required_parameter", "'messages[0].content'"},
 		{chats, `{"messages": [{"role": "user", "content": null}]}`, "messages[0].content", "missing_required_parameter", "Missing"},

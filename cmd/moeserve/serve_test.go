@@ -366,6 +366,10 @@ func TestServeNames(t *testing.T) {
 	if code != exitUsage || !strings.Contains(stderr, "cannot serve on 127.0.0.1:"+port+": ") {
 		t.Errorf("on a port that is taken: %d, %s", code, stderr)
 	}
+	_, stderr, code = invoke(t, strings.NewReader(""), "serve", "--port", "8765", "--admin-address", "127.0.0.1:8765")
+	if code != exitUsage || !strings.Contains(stderr, "--admin-address is 127.0.0.1:8765, the address of the API: give same") {
+		t.Errorf("with the admin address that is the API's: %d, %s", code, stderr)
+	}
 }
 
 // A device that is lost ends the server with its exit code.
