@@ -3,6 +3,7 @@ package server
 import (
 	"crypto/rand"
 	"encoding/json"
+	"fmt"
 	"maps"
 	"slices"
 
@@ -50,10 +51,10 @@ func parseToolList(o *object, c *conversation, tools json.RawMessage) json.RawMe
 	number := 0
 	c.tools = map[string]output.Tool{}
 	eachItem(tools, func(tool json.RawMessage) bool {
-		if number++; kindOf(tool) != "an object" {
-			o.wrongType("tools", "an array of objects", tools)
-		} else if number > maxTools {
+		if number++; number > maxTools {
 			o.tooMany("tools", maxTools, "tools")
+		} else if checkTool(o, number-1, tool); o.err != nil {
+			return false
 		} else if f, t := parseTool(tool); f.name != "" {
 			c.tools[f.name] = t
 			f.index = number - 1
@@ -68,7 +69,26 @@ func parseToolList(o *object, c *conversation, tools json.RawMessage) json.RawMe
 	return tools
 }
 
-// parseTool reads what a parser of calls has to know of a tool. One without a name of a function is the
+// checkTool refuses what is no function with a name: a template would fail on it, or show the model nonsense.
+func checkTool(o *object, i int, raw json.RawMessage) {
+	t := &object{path: fmt.Sprintf("tools[%d]", i)}
+	t.parse(raw, "'"+t.path+"'")
+	kind, name := "function", ""
+	if t.text("type", &kind); kind != "function" {
+		t.unsupported("type", fmt.Sprintf("it is %q, and tools are functions", truncate(kind)))
+	}
+	if f := t.sub("function"); f == nil {
+		t.fail("function", "missing_required_parameter", "Missing required parameter: '%s'.", t.name("function"))
+	} else if !f.text("name", &name) {
+		f.fail("name", "missing_required_parameter", "Missing required parameter: '%s'.", f.name("name"))
+		t.err = f.err
+	}
+	if o.err == nil {
+		o.err = t.err
+	}
+}
+
+// parseTool reads what a parser of calls has to know of a tool. One with an empty name is the
 // template's alone.
 func parseTool(raw json.RawMessage) (f function, t output.Tool) {
 	var tool struct {
