@@ -187,18 +187,18 @@ type LatencyError struct {
 }
 
 func (e *LatencyError) Error() string {
-	var bounds []string
+	var bounds, flags []string
 	for _, b := range []struct {
-		name string
-		max  float64
-	}{{"TTFT", e.MaxTTFT}, {"TPOT", e.MaxTPOT}} {
+		name, flag string
+		max        float64
+	}{{"TTFT", "--max-ttft", e.MaxTTFT}, {"TPOT", "--max-tpot", e.MaxTPOT}} {
 		if b.max > 0 {
-			bounds = append(bounds, fmt.Sprintf("%s of at most %s", b.name, latency(b.max)))
+			bounds, flags = append(bounds, fmt.Sprintf("%s of at most %s", b.name, latency(b.max))), append(flags, b.flag)
 		}
 	}
 	r, x := &e.Nearest, &e.Nearest.Policy
-	return fmt.Sprintf("planner: no policy has a %s: the nearest has a TTFT of %s and a TPOT of %s, with a batch of %d, %d prompt tokens a step, attention on the %s and --offload-fraction %v; raise the bounds, or lower the input length",
-		strings.Join(bounds, " and a "), latency(r.TTFT()), latency(r.TPOT()), x.Batch, x.PrefillTokens, strings.ToUpper(x.Attention.String()), e.model.OffloadFraction(e.model.ExpertCount()-x.ResidentExperts))
+	return fmt.Sprintf("planner: no policy has a %s: the nearest has a TTFT of %s and a TPOT of %s, with a batch of %d, %d prompt tokens a step, attention on the %s and --offload-fraction %v; raise %s, or lower --input-len",
+		strings.Join(bounds, " and a "), latency(r.TTFT()), latency(r.TPOT()), x.Batch, x.PrefillTokens, strings.ToUpper(x.Attention.String()), e.model.OffloadFraction(e.model.ExpertCount()-x.ResidentExperts), strings.Join(flags, " and "))
 }
 
 // latency prints seconds.

@@ -99,7 +99,7 @@ func TestChat(t *testing.T) {
 		{chatBody(ball, ""), ballIs, "stop"},
 		{chatBody(ball, `, "max_tokens": 100, "max_completion_tokens": 2`), "Ben has", "length"},
 		{chatBody(ball, `, "stop": " ball"`), "Ben has the red", "stop"},
-		{chatBody(ball, `, "response_format": {"type": "text"}, "tool_choice": "none", "tools": [{"type": "function"}]`), ballIs, "stop"},
+		{chatBody(ball, `, "response_format": {"type": "text"}, "tool_choice": "none", "tools": [{"type": "function", "function": {"name": "f"}}]`), ballIs, "stop"},
 		{`{"messages": [{"role": "developer", "content": "Be short."}, {"role": "user", "content": "1+2="},
 			{"role": "assistant", "content": "3", "refusal": null, "annotations": []},
 			{"role": "user", "name": "Ann", "content": [{"type": "text", "text": "10+20="}]}], "temperature": 0}`, "30", "stop"},
@@ -427,7 +427,7 @@ func TestTemplateInput(t *testing.T) {
 		{"role": "developer", "content": "x"},
 		{"role": "assistant", "content": null, "reasoning_content": "hm", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{\"b\": 1, \"a\": 2}"}}]},
 		{"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
-		"chat_template_kwargs": {"enable_thinking": false}, "max_tokens": 1, "tool_choice": "none", "tools": [{"type": "function"}], "parallel_tool_calls": true}`)
+		"chat_template_kwargs": {"enable_thinking": false}, "max_tokens": 1, "tool_choice": "none", "tools": [{"type": "function", "function": {"name": "f"}}], "parallel_tool_calls": true}`)
 	want := []chat.Message{
 		{Role: "developer", Content: "x"},
 		{Role: "assistant", Extra: json.RawMessage(`{"reasoning_content":"hm","tool_calls":[{"id":"1","type":"function","function":{"name":"f","arguments":{"b": 1, "a": 2}}}]}`)},
@@ -439,8 +439,8 @@ func TestTemplateInput(t *testing.T) {
 	if o := tmpl.options; !o.AddGenerationPrompt || o.Tools != nil || string(o.Extra.Get("enable_thinking")) != "false" {
 		t.Errorf("%+v", o)
 	}
-	h.post("/v1/chat/completions", chatBody("1", `, "max_tokens": 1, "tools": [{"type": "function"}]`))
-	if got := h.node.Text().Tokenizer.Decode(h.last().Prompt, false); got != "1+2=22" {
+	h.post("/v1/chat/completions", chatBody("1", `, "max_tokens": 1, "tools": [{"type": "function", "function": {"name": "f"}}]`))
+	if got := h.node.Text().Tokenizer.Decode(h.last().Prompt, false); got != "1+2=49" {
 		t.Errorf("prompt %q", got)
 	}
 }

@@ -62,7 +62,7 @@ func TestBodyLimits(t *testing.T) {
 		{chats, `{` + hi + `, "chat_template_kwargs": {"add_generation_prompt": false}}`, "chat_template_kwargs", "invalid_value", "must not have add_generation_prompt"},
 		{chats, `{` + hi + `, "chat_template_kwargs": {"bos_token": ""}}`, "chat_template_kwargs", "invalid_value", "must not have bos_token"},
 		{chats, `{` + hi + `, "chat_template_kwargs": {"eos_token": ""}}`, "chat_template_kwargs", "invalid_value", "must not have eos_token"},
-		{chats, `{` + hi + `, "tools": ` + list(1025, `{}`) + `}`, "tools", "invalid_value", "more than 1024 tools"},
+		{chats, `{` + hi + `, "tools": ` + list(1025, `{"function": {"name": "f"}}`) + `}`, "tools", "invalid_value", "more than 1024 tools"},
 		{chats, `{` + hi + `, "tools": [{"a": ` + list(1<<16, `1`) + `}]}`, "tools", "invalid_value", "more than 65536 JSON values"},
 		{chats, `{"messages": ` + list(8193, user) + `}`, "messages", "invalid_value", "more than 8192 items"},
 		{chats, `{"messages": [{"role": "user", "content": ` + list(1<<18, `1`) + `}]}`, "messages", "invalid_value", "more than 262144 JSON values"},

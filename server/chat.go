@@ -187,7 +187,7 @@ func parseMessage(o *object, calls map[string]string) chat.Message {
 		o.fail("role", "missing_required_parameter", "Missing required parameter: '%s'.", o.name("role"))
 	}
 	if roles := []string{"system", "developer", "user", "assistant", "tool", "function"}; !slices.Contains(roles, m.Role) {
-		o.fail("role", "invalid_value", "Invalid value for '%s': it must be one of %s.", o.name("role"), strings.Join(roles, ", "))
+		o.fail("role", "invalid_value", "Invalid value for '%s': it must be one of %s, and is %q.", o.name("role"), strings.Join(roles, ", "), truncate(m.Role))
 	}
 	content, thinking := parseContent(o, &m)
 	var extra chat.Object

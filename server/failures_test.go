@@ -141,7 +141,13 @@ func testBadBodies(t *testing.T) {
 		{chats, `{"messages": [1]}`, "messages[0]", "invalid_type", "must be a JSON object, and is a number"},
 		{chats, `{"messages": [{"role": "user", "content": "x"}, null]}`, "messages[1]", "invalid_type", "is null"},
 		{chats, `{"messages": [{"content": "x"}]}`, "messages[0].role", "missing_required_parameter", "'messages[0].role'"},
-		{chats, `{"messages": [{"role": "robot", "content": "x"}]}`, "messages[0].role", "invalid_value", "one of system"},
+		{chats, `{` + hi + `, "tools": ["f"]}`, "tools[0]", "invalid_type", "'tools[0]' must be a JSON object, and is a string"},
+		{chats, `{` + hi + `, "tools": [{"type": "function", "function": {"name": "f"}}, {"type": "function", "name": "g"}]}`, "tools[1].function", "missing_required_parameter", "'tools[1].function'"},
+		{chats, `{` + hi + `, "tools": [{"function": "f"}]}`, "tools[0].function", "invalid_type", "and is a string"},
+		{chats, `{` + hi + `, "tools": [{"function": {}}]}`, "tools[0].function.name", "missing_required_parameter", "'tools[0].function.name'"},
+		{chats, `{` + hi + `, "tools": [{"function": {"name": 5}}]}`, "tools[0].function.name", "invalid_type", "and is a number"},
+		{chats, `{` + hi + `, "tools": [{"type": "custom", "custom": {"name": "f"}}]}`, "tools[0].type", "unsupported_parameter", "\"custom\"; this server runs no tools"},
+		{chats, `{"messages": [{"role": "robot", "content": "x"}]}`, "messages[0].role", "invalid_value", `one of system, developer, user, assistant, tool, function, and is "robot".`},
 		{chats, `{"messages": [{"role": 1, "content": "x"}]}`, "messages[0].role", "invalid_type", "a string, and is a number"},
 		{chats, `{"messages": [{"role": "user"}]}`, "messages[0].content", "missing_required_parameter", "'messages[0].content'"},
 		{chats, `{"messages": [{"role": "user", "content": null}]}`, "messages[0].content", "missing_required_parameter", "Missing"},
@@ -149,8 +155,8 @@ func testBadBodies(t *testing.T) {
 		{chats, `{"messages": [{"role": "user", "content": ["x"]}]}`, "messages[0].content[0]", "invalid_type", "is a string"},
 		{chats, `{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}`, "messages[0].content[0].type", "invalid_value", `"image_url" is not supported`},
 		{chats, `{"messages": [{"role": "user", "content": [{"type": "text"}]}]}`, "messages[0].content[0].text", "missing_required_parameter", "Missing"},
-		{chats, `{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {"name": "f"}}, {"type": "web_search"}]}`, "tools[1].type", "invalid_value", "runs no tools"},
-		{chats, `{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": 1, "function": {"name": "f"}}]}`, "tools[0].type", "invalid_value", `must be "function"`},
+		{chats, `{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": {"name": "f"}}, {"type": "web_search"}]}`, "tools[1].type", "unsupported_parameter", "runs no tools"},
+		{chats, `{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": 1, "function": {"name": "f"}}]}`, "tools[0].type", "invalid_type", "must be a string"},
 		{chats, `{"messages": [{"role": "user", "content": "x", "to": "you"}]}`, "messages[0].to", "unknown_parameter", "messages[0].to"},
 		{chats, `{"messages": [{"role": "assistant", "tool_calls": {}}]}`, "messages[0].tool_calls", "invalid_type", "an array of objects"},
 		{chats, `{"messages": [{"role": "assistant", "tool_calls": [{}]}]}`, "messages[0].tool_calls", "invalid_type", "an object named function"},
@@ -234,7 +240,7 @@ func TestTemplateWithoutTools(t *testing.T) {
 	}
 	h := start(t, options{change: func(m *server.Model) { m.Template = tmpl }})
 	for _, more := range []string{
-		`, "tools": [{"type": "function"}]`,
+		`, "tools": [{"type": "function", "function": {"name": "f"}}]`,
 		`, "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"`,
 	} {
 		a := h.send(http.MethodPost, "/v1/chat/completions", chatBody("1+2=", more))

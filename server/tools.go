@@ -51,12 +51,10 @@ func parseToolList(o *object, c *conversation, tools json.RawMessage) json.RawMe
 	number := 0
 	c.tools = map[string]output.Tool{}
 	eachItem(tools, func(tool json.RawMessage) bool {
-		if number++; kindOf(tool) != "an object" {
-			o.wrongType("tools", "an array of objects", tools)
-		} else if number > maxTools {
+		if number++; number > maxTools {
 			o.tooMany("tools", maxTools, "tools")
-		} else if kind := toolType(tool); kind != "function" {
-			o.fail(fmt.Sprintf("tools[%d].type", number-1), "invalid_value", "Invalid value for 'tools[%d].type': it must be \"function\", and is %q; this server runs no tools.", number-1, truncate(kind))
+		} else if checkTool(o, number-1, tool); o.err != nil {
+			return false
 		} else if f, t := parseTool(tool); f.name != "" {
 			c.tools[f.name] = t
 			f.index = number - 1
@@ -71,19 +69,26 @@ func parseToolList(o *object, c *conversation, tools json.RawMessage) json.RawMe
 	return tools
 }
 
-// toolType is the type of a tool; where it says none, it is a function, or the template's alone.
-func toolType(raw json.RawMessage) string {
-	var tool struct{ Type any }
-	if json.Unmarshal(raw, &tool) != nil || tool.Type == nil {
-		return "function"
+// checkTool refuses what is no function with a name: a template would fail on it, or show the model nonsense.
+func checkTool(o *object, i int, raw json.RawMessage) {
+	t := &object{path: fmt.Sprintf("tools[%d]", i)}
+	t.parse(raw, "'"+t.path+"'")
+	kind, name := "function", ""
+	if t.text("type", &kind); kind != "function" {
+		t.unsupported("type", fmt.Sprintf("it is %q; this server runs no tools, and takes functions alone", truncate(kind)))
 	}
-	if kind, ok := tool.Type.(string); ok {
-		return kind
+	if f := t.sub("function"); f == nil {
+		t.fail("function", "missing_required_parameter", "Missing required parameter: '%s'.", t.name("function"))
+	} else if !f.text("name", &name) {
+		f.fail("name", "missing_required_parameter", "Missing required parameter: '%s'.", f.name("name"))
+		t.err = f.err
 	}
-	return fmt.Sprint(tool.Type)
+	if o.err == nil {
+		o.err = t.err
+	}
 }
 
-// parseTool reads what a parser of calls has to know of a tool. One without a name of a function is the
+// parseTool reads what a parser of calls has to know of a tool. One with an empty name is the
 // template's alone.
 func parseTool(raw json.RawMessage) (f function, t output.Tool) {
 	var tool struct {

@@ -350,6 +350,15 @@ func writable(flag, path string) error {
 	}
 	if info, err := os.Stat(path); err == nil && info.IsDir() {
 		return usagef("%s %s: is a directory; name a file", flag, path)
+	} else if err == nil && !info.Mode().IsRegular() {
+		return nil // a pipe or a device, which is opened when there is something to write
+	}
+	f, err := createPart(path)
+	if err == nil {
+		err = errors.Join(f.Close(), os.Remove(f.Name()))
+	}
+	if err != nil {
+		return unwritable(flag, path, err)
 	}
 	return nil
 }

@@ -46,13 +46,19 @@ func moeserve() int {
 	defer cancel()
 	s := &streams{in: os.Stdin, out: os.Stdout, err: newConsole(os.Stderr)}
 	signals := make(chan os.Signal, 1)
+	// Shells without job control, as those of scripts, start commands behind & with SIGINT ignored.
+	ignored := signal.Ignored(os.Interrupt) || signal.Ignored(syscall.SIGTERM)
 	signal.Notify(signals, os.Interrupt, syscall.SIGTERM)
 	go func() {
 		for sig := range signals {
-			if sig == os.Interrupt && s.interrupts.raise() {
+			switch {
+			case sig == os.Interrupt && s.interrupts.raise():
 				continue
+			case ctx.Err() != nil:
+				os.Exit(exitInterrupted)
+			case !ignored:
+				signal.Stop(signals) // a second signal ends the process at once
 			}
-			signal.Stop(signals) // a second signal ends the process at once
 			cancel()
 		}
 	}()

@@ -39,27 +39,23 @@ func openResult(path string, stdout io.Writer) (*result, error) {
 		// A pipe or a device: nothing can take its place.
 		f, err := os.OpenFile(path, os.O_WRONLY, 0)
 		if err != nil {
-			return nil, unwritable(path, err)
+			return nil, unwritable("--json", path, err)
 		}
 		return &result{path: path, out: f, device: f}, nil
 	}
-	f, err := createPart(path)
-	if err == nil {
-		err = errors.Join(f.Close(), os.Remove(f.Name()))
-	}
-	if err != nil {
-		return nil, unwritable(path, err)
+	if err := writable("--json", path); err != nil {
+		return nil, err
 	}
 	return &result{path: path}, nil
 }
 
 // unwritable words the error of opening a file that may go by another name.
-func unwritable(path string, err error) error {
+func unwritable(flag, path string, err error) error {
 	var of *fs.PathError
 	if errors.As(err, &of) {
 		err = of.Err
 	}
-	return usagef("--json %s: %w", path, err)
+	return usagef("%s %s: %w", flag, path, err)
 }
 
 // onStdout says that standard output is the result's alone.

@@ -41,7 +41,7 @@ var apiParameters = []apiParameter{
 	{onChats, "max_completion_tokens", `1`, "maximum tokens to generate; goes before `max_tokens`"},
 	{onChats, "logprobs", `true`, "log-probabilities of the sampled tokens"},
 	{onChats, "top_logprobs", `2`, "log-probabilities of this many others; needs `logprobs`"},
-	{onChats, "tools", "", "go through the chat template; the model's calls are returned as `tool_calls`, with `strict` constrained to their schema ([guide](../guide/serving.md#tool-calls))"},
+	{onChats, "tools", "", "functions, each with a name; they go through the chat template; the model's calls are returned as `tool_calls`, with `strict` constrained to their schema ([guide](../guide/serving.md#tool-calls))"},
 	{onChats, "tool_choice", `"auto"`, "`none`, `auto`, `required` or a function by name; the last two begin the call, which follows the schema of its tool ([what that guarantees](../guide/serving.md#tool-calls))"},
 	{onChats, "parallel_tool_calls", `false`, "false: only the first call is returned"},
 	{onChats, "include_reasoning", `false`, "false: reasoning is not returned (vLLM)"},

@@ -142,7 +142,7 @@ func readPrompt(ctx context.Context, in io.Reader, set *settings, o *runOptions)
 	}
 	text := strings.TrimSuffix(strings.TrimSuffix(string(data), "\n"), "\r")
 	if text == "" {
-		return nil, usagef("the prompt on standard input is empty")
+		return nil, usagef("the prompt on standard input is empty; give one there or as an argument")
 	}
 	return &prompt{text: text}, nil
 }

@@ -213,6 +213,9 @@ func listen(ctx context.Context, s *configs.Serve) (api, admin net.Listener, err
 		return nil, nil, err
 	}
 	address := net.JoinHostPort(s.Host, strconv.Itoa(s.Port))
+	if adminAddress == address && s.Port != 0 {
+		return nil, nil, usagef("--admin-address is %s, the address of the API: give same to have both there, or choose another", adminAddress)
+	}
 	if api, err = new(net.ListenConfig).Listen(ctx, "tcp", address); err != nil {
 		return nil, nil, usagef("cannot serve on %s: %w; choose another --host or --port", address, err)
 	}

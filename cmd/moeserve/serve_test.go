@@ -10,8 +10,10 @@ import (
 	"net/http"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"regexp"
+	"runtime"
 	"strings"
 	"sync"
 	"syscall"
@@ -305,6 +307,20 @@ func TestServePeers(t *testing.T) {
 
 // A second signal does not wait for anything.
 func TestServeSecondSignal(t *testing.T) {
+	testSecondSignal(t, syscall.SIGTERM)
+}
+
+// So it is where the shell of a script has started the server behind &, with SIGINT ignored.
+func TestServeSecondInterruptOfScript(t *testing.T) {
+	if runtime.GOOS == "windows" {
+		t.Skip("no SIGINT to send on Windows")
+	}
+	signal.Ignore(syscall.SIGINT) // which the server inherits
+	defer signal.Reset(syscall.SIGINT)
+	testSecondSignal(t, syscall.SIGINT)
+}
+
+func testSecondSignal(t *testing.T, sig syscall.Signal) {
 	p := startServe(t, "--emulate", "pace,latency=50ms", "--offload-fraction", "1")
 	r := p.post(t, "/v1/completions", `{"prompt": "1+2=", "ignore_eos": true, "max_tokens": 200, "stream": true}`)
 	if _, err := r.Body.Read(make([]byte, 1)); err != nil {
@@ -315,7 +331,7 @@ func TestServeSecondSignal(t *testing.T) {
 	ended := make(chan error, 1)
 	go func() { ended <- p.cmd.Wait() }()
 	for waiting := true; waiting; {
-		if err := p.cmd.Process.Signal(syscall.SIGTERM); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		if err := p.cmd.Process.Signal(sig); err != nil && !errors.Is(err, os.ErrProcessDone) {
 			t.Fatal(err)
 		}
 		select {
@@ -349,6 +365,10 @@ func TestServeNames(t *testing.T) {
 	_, stderr, code := invoke(t, strings.NewReader(""), "serve", "--port", port)
 	if code != exitUsage || !strings.Contains(stderr, "cannot serve on 127.0.0.1:"+port+": ") {
 		t.Errorf("on a port that is taken: %d, %s", code, stderr)
+	}
+	_, stderr, code = invoke(t, strings.NewReader(""), "serve", "--port", "8765", "--admin-address", "127.0.0.1:8765")
+	if code != exitUsage || !strings.Contains(stderr, "--admin-address is 127.0.0.1:8765, the address of the API: give same") {
+		t.Errorf("with the admin address that is the API's: %d, %s", code, stderr)
 	}
 }
 

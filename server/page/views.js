@@ -502,7 +502,7 @@ export class Load {
 
   // panel is a chart with its heading: areas of which later ones are drawn over earlier ones and a line, of readings; or bars, of each 10 s.
   panel(title, said, more, { areas = [], bars, line }) {
-    const w = 300, h = 90, left = 42, top = 6, bottom = h - 6;
+    const w = 300, h = 90, left = 48, top = 6, bottom = h - 6;
     const from = this.samples[0].at, length = Math.max(30, this.samples.at(-1).at - from);
     const values = [...areas.map(([, value]) => value), ...(line ? [line] : [])].flatMap((value) => this.samples.map(value));
     const counted = bars ? tens(this.samples).filter((s) => bars[1](s) > 0) : [];

@@ -417,6 +417,14 @@ func testLoad(t *testing.T, ctx context.Context, n node) {
 		t.Errorf("of the KV cache the header says %q", got)
 	}
 
+	// The longest numbers that the axis may have, of other nodes, have room beside it.
+	for _, label := range []string{"99,999", "999.9M"} {
+		left := value[float64](t, ctx, fmt.Sprintf(`(() => { const l = %s.querySelector("svg text"); l.textContent = %q; return l.getBBox().x })()`, panel(1), label))
+		if left < 0 {
+			t.Errorf("%s at the axis of the KV cache begins at %v, left of the chart", label, left)
+		}
+	}
+
 	// All borrowed memory of a peer is asked for.
 	r, err := http.Post(n.admin+"/harvest/reclaim", "application/json", strings.NewReader(`{"device": 1, "bytes": 67108864}`))
 	if err != nil {

@@ -220,7 +220,7 @@ func TestRefused(t *testing.T) {
 		`{"uniqueItems": true, "items": {"enum": [1,2,3,4,5,6,7,8,9,10,11,12,13]}}`: "uniqueItems at #: its items have 13 values",
 		`{"contains": {}, "minContains": 2000}`:                                     "contains at #: it is not supported beside so large numbers",
 		`{"contains": {}, "allOf": [{"contains": {"type": "null"}}]}`:               "contains at #: it is not supported beside another contains",
-		`{"type": "str"}`:                   `type at #: "str" is no type`,
+		`{"type": "str"}`:                   `type at #: it must be array, boolean, integer, null, number, object or string, and is "str"`,
 		`{"$ref": "#/$defs/x"}`:             `there is no "#/$defs/x"`,
 		`{"$ref": "https://example.com/a"}`: "only references within the schema",
 		`{"prefixItems": [{"$id": "http://example.com/a", "$defs": {"b": {}}, "allOf": [{"$ref": "#/$defs/b"}]}], "$defs": {"b": {"type": "null"}}}`: "$ref at #/prefixItems/0/allOf/0: \"#/$defs/b\" is not supported: it is within a schema with an $id",

@@ -639,7 +639,7 @@ func (s *shape) readTypes(l located, v any, nullable bool) error {
 		name, _ := n.(string)
 		t, ok := typeNames[name]
 		if !ok {
-			return l.fail("type", "%s is no type", text(n))
+			return l.fail("type", "it must be array, boolean, integer, null, number, object or string, and is %s", text(n))
 		}
 		of |= t
 	}
