@@ -276,6 +276,9 @@ func (s *Server) SetModels(all ...*Model) {
 		}
 		m.Metrics.setModel(m)
 		m.grammars = &grammars{byKey: map[grammarKey]*list.Element{}}
+		if m.Tokenizer != nil {
+			go m.grammars.open(m) // takes some 0.1 s, for which the first request with a grammar would wait
+		}
 		m.others = slices.DeleteFunc(slices.Clone(all), func(o *Model) bool { return o == m })
 	}
 	s.served.Store(&all)

@@ -192,7 +192,7 @@ type compiled struct {
 // vocabulary and schema about two.
 const maxGrammars = 32
 
-// open makes the vocabulary, the first time.
+// open makes the vocabulary, the first time: before requests, or with the first one.
 func (s *grammars) open(m *Model) {
 	s.once.Do(func() {
 		marks := map[string]bool{}

@@ -3,6 +3,7 @@ package grammar
 import (
 	"context"
 	"errors"
+	"runtime"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -144,7 +145,7 @@ func (m *Matcher) Mask() []uint32 {
 	if k := kept.Load(); k != nil {
 		return k.bits
 	}
-	w := walk{g: m.g}
+	w := walk{g: m.g, limit: maxMaskWork}
 	var k *mask
 	if m.first && m.g.v.differs {
 		k = w.maskOfFirst(m.at)
@@ -256,21 +257,43 @@ func (w *walk) maskAlone(n int32) *nodeMask {
 	return m
 }
 
-// warmWalks is how many masks that take a walk through all of the vocabulary Warm computes, at about 2 ms each.
-const warmWalks = 48
+const (
+	// warmWalks is how many masks that take a walk through all of the vocabulary Warm computes, at about 2 ms each.
+	warmWalks = 48
+	// warmWorkers is how many goroutines compute them, at most; half of the processors are left to steps.
+	warmWorkers = 8
+)
 
-// Warm computes masks that take long, some 0.1 s of them, so that no step waits for these, and the first one. Of an
+// Warm computes masks that take long, some 0.1 s of a processor, so that no step waits for these, and the first one. Of an
 // ambiguous grammar it looks at as many configurations as one mask may, since each of its nodes can take that many.
-func (g *Grammar) Warm() {
+func (g *Grammar) Warm() { g.warm(max(1, min(warmWorkers, runtime.GOMAXPROCS(0)/2))) }
+
+func (g *Grammar) warm(workers int) {
 	g.Matcher().Mask()
-	all := len(g.v.nodes)
-	m, w := &nodeMask{bits: make([]uint32, g.v.words)}, walk{g: g}
-	for n, budget := 0, warmWalks*all; n < len(g.alone) && budget > 0 && w.work <= maxMaskWork; n++ {
+	var next, visited atomic.Int64 // node of the automaton; nodes of the vocabulary
+	var all sync.WaitGroup
+	for range workers {
+		all.Go(func() { g.warmNodes(&next, &visited, maxMaskWork/workers) })
+	}
+	all.Wait()
+}
+
+// warmNodes computes masks of nodes, as long as all workers together have not walked enough, nor this one looked at too many
+// configurations.
+func (g *Grammar) warmNodes(next, visited *atomic.Int64, limit int) {
+	trie := len(g.v.nodes)
+	m, w := &nodeMask{bits: make([]uint32, g.v.words)}, walk{g: g, limit: limit}
+	for visited.Load() < int64(warmWalks*trie) && w.work <= limit {
+		n := int(next.Add(1) - 1)
+		if n >= len(g.alone) {
+			return
+		}
 		if len(g.a.nodes[n].edges) == 0 || g.alone[n].Load() != nil {
 			continue
 		}
-		visited := w.all(g.a.alone(int32(n)), m)
-		if budget -= visited; visited < all/16 || w.work > maxMaskWork {
+		walked := w.all(g.a.alone(int32(n)), m)
+		visited.Add(int64(walked))
+		if walked < trie/16 || w.work > limit {
 			clear(m.bits)
 			m.leaves = m.leaves[:0]
 			continue
@@ -281,10 +304,11 @@ func (g *Grammar) Warm() {
 	}
 }
 
-// walk goes through the trie of a vocabulary, with the states that its bytes lead to. It stops where one mask has looked
-// at more configurations than maxMaskWork.
+// walk goes through the trie of a vocabulary, with the states that its bytes lead to. It stops where it has looked at more
+// configurations than its limit.
 type walk struct {
 	g     *Grammar
+	limit int
 	stack []*state // by depth
 	work  int
 }
@@ -307,7 +331,7 @@ func (w *walk) text(s *state, text string) *state {
 
 // miss computes a step, or returns the dead state if all has been spent.
 func (w *walk) miss(s *state, class uint8) *state {
-	if w.work > maxMaskWork {
+	if w.work > w.limit {
 		return w.g.a.dead
 	}
 	t, work := w.g.a.miss(s, class)

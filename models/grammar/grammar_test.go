@@ -577,6 +577,12 @@ func TestFlushed(t *testing.T) {
 
 // TestWarm: masks that are computed ahead are those that would be later.
 func TestWarm(t *testing.T) {
+	for _, workers := range []int{1, 8} {
+		t.Run(fmt.Sprint(workers, " workers"), func(t *testing.T) { testWarm(t, workers) })
+	}
+}
+
+func testWarm(t *testing.T, workers int) {
 	v := bytesAnd("ab", "abc", "a\"", "\",", "\"]", "x\"]")
 	e, err := ParseGBNF("root ::= \"[\" s (\",\" s)* \"]\" | [0-9]+\ns ::= \"\\\"\" [^\"]{0,3} \"\\\"\" | root")
 	if err != nil {
@@ -586,7 +592,7 @@ func TestWarm(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	warm.Warm()
+	warm.warm(workers)
 	cold, err := New(e, v)
 	if err != nil {
 		t.Fatal(err)

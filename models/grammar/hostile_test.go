@@ -94,7 +94,7 @@ func TestWarmAmbiguous(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	g.Warm()
+	g.warm(8)
 	if err := g.Err(); err != nil {
 		t.Error(err)
 	}
