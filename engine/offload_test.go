@@ -87,6 +87,55 @@ func (d *onDevice) Step(ctx context.Context, s *pipeline.Step) (pipeline.Result,
 	return r, err
 }
 
+// tierRig is tiers of KV blocks with a tier in files, and the step whose blocks they keep.
+type tierRig struct {
+	machine *emulated.Machine
+	copies  *transfer.Engine
+	pool    *kvcache.Pool
+	kv      *kvcache.Manager
+	tiers   *offload.Tiers
+	step    *onDevice
+}
+
+// openTiers opens them on one emulated GPU, with blocks of so many tokens, and files in a directory of the test.
+func openTiers(t *testing.T, tokens, blocks int, o emulated.Options, c offload.Config) *tierRig {
+	t.Helper()
+	ok := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	r := &tierRig{}
+	var err error
+	o.Check, o.GPUs = true, []emulated.GPU{{MemoryBytes: 1 << 20}}
+	r.machine, err = emulated.New(o)
+	ok(err)
+	r.copies, err = transfer.New(transfer.Options{Machine: r.machine})
+	ok(err)
+	shape := kvcache.Shape{Layers: 1, KVHeads: 1, HeadDim: 2, DType: kernels.F32, BlockTokens: tokens}
+	r.pool, err = kvcache.NewPool(kvcache.PoolOptions{Machine: r.machine, Space: device.HBM(0), Shape: shape, Blocks: blocks})
+	ok(err)
+	r.kv = smallBlocks(t, blocks)
+	c.Directory = t.TempDir()
+	r.tiers, err = offload.New(offload.Options{Machine: r.machine, Space: device.HBM(0), Pool: r.pool, Blocks: r.kv, Transfer: r.copies, Config: c})
+	ok(err)
+	r.step = &onDevice{drawing: newDrawing(t, r.kv), pool: r.pool}
+	r.step.stream, err = r.machine.NewStream(device.HBM(0), device.StreamOptions{Name: "compute"})
+	ok(err)
+	r.step.host, err = r.machine.Alloc(device.Host, int64(tokens)*wordBytes, "words")
+	ok(err)
+	for id := range int32(blocks) {
+		ok(r.step.write(t.Context(), id))
+	}
+	return r
+}
+
+// close releases all but the tiers, which are closed before.
+func (r *tierRig) close() error {
+	return errors.Join(r.step.stream.Close(), r.step.host.Free(), r.pool.Close(), r.copies.Close(), r.machine.Close())
+}
+
 // TestTiersOfDevices runs requests that begin alike over a tiny pool in device memory, with KV
 // tiers in host memory and files, on emulated devices that check that accesses are ordered, where
 // some copies of the tiers fail: each draws what it draws alone.
@@ -115,30 +164,9 @@ func TestTiersOfDevices(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			m, err := emulated.New(emulated.Options{
-				Virtual: !c.run, Check: true, Seed: 3,
-				GPUs: []emulated.GPU{{MemoryBytes: 1 << 20}}, HostLink: emulated.Link{BytesPerSecond: 1e6},
-			})
-			ok(err)
-			copies, err := transfer.New(transfer.Options{Machine: m})
-			ok(err)
-			shape := kvcache.Shape{Layers: 1, KVHeads: 1, HeadDim: 2, DType: kernels.F32, BlockTokens: size}
-			pool, err := kvcache.NewPool(kvcache.PoolOptions{Machine: m, Space: device.HBM(0), Shape: shape, Blocks: blocks})
-			ok(err)
-			kv := smallBlocks(t, blocks)
-			tiers, err := offload.New(offload.Options{
-				Machine: m, Space: device.HBM(0), Pool: pool, Blocks: kv, Transfer: copies,
-				Config: offload.Config{CPUBlocks: 24, FileBlocks: 60, Directory: t.TempDir(), BlockFactor: c.factor, EvictionPolicy: c.policy},
-			})
-			ok(err)
-			step := &onDevice{drawing: newDrawing(t, kv), pool: pool}
-			step.stream, err = m.NewStream(device.HBM(0), device.StreamOptions{Name: "compute"})
-			ok(err)
-			step.host, err = m.Alloc(device.Host, size*wordBytes, "words")
-			ok(err)
-			for id := range int32(blocks) {
-				ok(step.write(t.Context(), id))
-			}
+			r := openTiers(t, size, blocks, emulated.Options{Virtual: !c.run, Seed: 3, HostLink: emulated.Link{BytesPerSecond: 1e6}},
+				offload.Config{CPUBlocks: 24, FileBlocks: 60, BlockFactor: c.factor, EvictionPolicy: c.policy})
+			m, kv, tiers, step := r.machine, r.kv, r.tiers, r.step
 			if c.fails > 0 {
 				m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Times: -1, Chance: c.fails, Match: func(p emulated.Point) bool { return p.Stream != "compute" }})
 			}
@@ -156,6 +184,7 @@ func TestTiersOfDevices(t *testing.T) {
 			if c.run {
 				outs = runAll(t, e, rs)
 			} else {
+				var err error
 				outs, err = e.Generate(t.Context(), rs, nil)
 				ok(err)
 			}
@@ -178,7 +207,7 @@ func TestTiersOfDevices(t *testing.T) {
 			if kv.Free() != kv.Blocks() {
 				t.Errorf("%d of %d blocks are free", kv.Free(), kv.Blocks())
 			}
-			ok(errors.Join(step.stream.Close(), step.host.Free(), pool.Close(), copies.Close(), m.Close()))
+			ok(r.close())
 		})
 	}
 }

@@ -1,17 +1,12 @@
 package engine_test
 
 import (
-	"errors"
 	"slices"
 	"testing"
 
-	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/engine"
-	"github.com/moeserve/moeserve/kernels"
-	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/kvcache/offload"
-	"github.com/moeserve/moeserve/transfer"
 )
 
 // TestTierOutlivesEngines: of several engines over one tier in files, one after the other, each finds what those
@@ -25,27 +20,8 @@ func TestTierOutlivesEngines(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	m, err := emulated.New(emulated.Options{Virtual: true, Check: true, GPUs: []emulated.GPU{{MemoryBytes: 1 << 20}}})
-	ok(err)
-	copies, err := transfer.New(transfer.Options{Machine: m})
-	ok(err)
-	shape := kvcache.Shape{Layers: 1, KVHeads: 1, HeadDim: 2, DType: kernels.F32, BlockTokens: size}
-	pool, err := kvcache.NewPool(kvcache.PoolOptions{Machine: m, Space: device.HBM(0), Shape: shape, Blocks: blocks})
-	ok(err)
-	kv := smallBlocks(t, blocks)
-	tiers, err := offload.New(offload.Options{
-		Machine: m, Space: device.HBM(0), Pool: pool, Blocks: kv, Transfer: copies,
-		Config: offload.Config{FileBlocks: 100, Directory: t.TempDir(), LoadPolicy: offload.LoadAlways},
-	})
-	ok(err)
-	step := &onDevice{drawing: newDrawing(t, kv), pool: pool}
-	step.stream, err = m.NewStream(device.HBM(0), device.StreamOptions{Name: "compute"})
-	ok(err)
-	step.host, err = m.Alloc(device.Host, size*wordBytes, "words")
-	ok(err)
-	for id := range int32(blocks) {
-		ok(step.write(t.Context(), id))
-	}
+	r := openTiers(t, size, blocks, emulated.Options{Virtual: true}, offload.Config{FileBlocks: 100, LoadPolicy: offload.LoadAlways})
+	m, kv, tiers := r.machine, r.kv, r.tiers
 	for _, c := range []struct {
 		name, keySalt, salt string
 		longAfter           int
@@ -63,7 +39,7 @@ func TestTierOutlivesEngines(t *testing.T) {
 		{"the first again", "float32", "", 100, 32},
 	} {
 		e, err := engine.New(engine.Options{
-			Pipeline: step, KV: kv, Offload: tiers, KeySalt: c.keySalt, LongAfter: c.longAfter, MaxModelLen: 150, Vocab: 256, Clock: m.Now, Pause: m.Yield,
+			Pipeline: r.step, KV: kv, Offload: tiers, KeySalt: c.keySalt, LongAfter: c.longAfter, MaxModelLen: 150, Vocab: 256, Clock: m.Now, Pause: m.Yield,
 		})
 		ok(err)
 		q := ask(1, 33, 4)
@@ -83,5 +59,5 @@ func TestTierOutlivesEngines(t *testing.T) {
 		ok(e.Close())
 	}
 	ok(tiers.Close())
-	ok(errors.Join(step.stream.Close(), step.host.Free(), pool.Close(), copies.Close(), m.Close()))
+	ok(r.close())
 }

@@ -9,23 +9,14 @@ import (
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/kvcache/offload"
-	"github.com/moeserve/moeserve/node"
 )
 
 // TestKeysHaveDataType: the key of a block that a node stores is that of its tokens with the data type of the
 // node's KV cache, which is float32 on the CPU, and with the request's salt, and no other's.
 func TestKeysHaveDataType(t *testing.T) {
-	s := configs.Defaults()
-	s.KV.TransferConfig = `{"kv_connector_extra_config": {"num_file_blocks": 40, "directory": "` + t.TempDir() + `"}}`
-	n, err := node.Open(t.Context(), node.Options{Settings: s})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() {
-		if err := n.Close(); err != nil {
-			t.Error(err)
-		}
-	}()
+	n := open(t, machine{}, func(s *configs.Settings) {
+		s.KV.TransferConfig = `{"kv_connector_extra_config": {"num_file_blocks": 40, "directory": "` + t.TempDir() + `"}}`
+	})
 	size := n.KV().BlockTokens()
 	r := request(make([]int32, size+1), 2)
 	for i := range r.Prompt {

@@ -10,7 +10,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -221,9 +220,6 @@ func fixtureDir(t *testing.T, name string) string {
 
 // An interrupt ends the process in order, whatever it is at.
 func TestInterrupt(t *testing.T) {
-	if runtime.GOOS == "windows" {
-		t.Skip("no SIGINT to send on Windows")
-	}
 	dir := t.TempDir()
 	// Each layer waits 20 ms for its experts: the answer takes half a minute.
 	cmd := exec.CommandContext(t.Context(), "moeserve", "run", "--emulate", "pace,latency=20ms", "--offload-fraction", "1",

@@ -13,7 +13,6 @@ import (
 	"os/signal"
 	"path/filepath"
 	"regexp"
-	"runtime"
 	"strings"
 	"sync"
 	"syscall"
@@ -312,9 +311,6 @@ func TestServeSecondSignal(t *testing.T) {
 
 // So it is where the shell of a script has started the server behind &, with SIGINT ignored.
 func TestServeSecondInterruptOfScript(t *testing.T) {
-	if runtime.GOOS == "windows" {
-		t.Skip("no SIGINT to send on Windows")
-	}
 	signal.Ignore(syscall.SIGINT) // which the server inherits
 	defer signal.Reset(syscall.SIGINT)
 	testSecondSignal(t, syscall.SIGINT)

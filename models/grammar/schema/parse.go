@@ -88,28 +88,43 @@ func parseValue(d *json.Decoder, depth int) (any, error) {
 
 // text writes a value as compact JSON, whole numbers without a point.
 func text(v any) string {
-	switch v := v.(type) {
-	case *object:
-		parts := make([]string, len(v.names))
-		for i, n := range v.names {
-			parts[i] = text(n) + ":" + text(v.values[n])
-		}
-		return "{" + strings.Join(parts, ",") + "}"
-	case []any:
-		parts := make([]string, len(v))
-		for i, x := range v {
-			parts[i] = text(x)
-		}
-		return "[" + strings.Join(parts, ",") + "]"
-	case json.Number:
-		d, err := parseDecimal(v)
-		if err != nil || d.part != "" || len(d.whole) > 18 {
-			return v.String()
-		}
-		if d.negative {
+	return form(v, func(names []string) []string { return names }, func(n json.Number) string {
+		d, err := parseDecimal(n)
+		switch {
+		case err != nil || d.part != "" || len(d.whole) > 18:
+			return n.String()
+		case d.negative:
 			return "-" + d.whole
 		}
 		return cmp.Or(d.whole, "0")
+	})
+}
+
+// identity is one text of all values that JSON Schema takes for equal: numbers by what they are, objects without order.
+func identity(v any) string {
+	order := func(names []string) []string { return slices.Sorted(slices.Values(names)) }
+	return form(v, order, func(n json.Number) string {
+		digits, exponent := scientific(n)
+		return digits + "e" + strconv.Itoa(exponent)
+	})
+}
+
+// form writes a value as compact JSON, members in the order that is given and numbers as number writes them.
+func form(v any, order func(names []string) []string, number func(json.Number) string) string {
+	var parts []string
+	switch v := v.(type) {
+	case *object:
+		for _, n := range order(v.names) {
+			parts = append(parts, text(n)+":"+form(v.values[n], order, number))
+		}
+		return "{" + strings.Join(parts, ",") + "}"
+	case []any:
+		for _, x := range v {
+			parts = append(parts, form(x, order, number))
+		}
+		return "[" + strings.Join(parts, ",") + "]"
+	case json.Number:
+		return number(v)
 	}
 	var b bytes.Buffer
 	e := json.NewEncoder(&b)
@@ -126,28 +141,6 @@ func text(v any) string {
 
 // separators spells what encoding/json escapes for JavaScript of old. Of a backslash only its own escape begins with two.
 var separators = strings.NewReplacer(`\\`, `\\`, `\u2028`, "\u2028", `\u2029`, "\u2029")
-
-// identity is one text of all values that JSON Schema takes for equal: numbers by what they are, objects without order.
-func identity(v any) string {
-	switch v := v.(type) {
-	case *object:
-		names := slices.Sorted(slices.Values(v.names))
-		for i, n := range names {
-			names[i] = text(n) + ":" + identity(v.values[n])
-		}
-		return "{" + strings.Join(names, ",") + "}"
-	case []any:
-		parts := make([]string, len(v))
-		for i, x := range v {
-			parts[i] = identity(x)
-		}
-		return "[" + strings.Join(parts, ",") + "]"
-	case json.Number:
-		digits, exponent := scientific(v)
-		return digits + "e" + strconv.Itoa(exponent)
-	}
-	return text(v)
-}
 
 // scientific is the digits of a number, without zeros at their ends, and the power of ten of the last of them.
 func scientific(n json.Number) (digits string, exponent int) {
