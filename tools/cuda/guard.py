@@ -1,6 +1,7 @@
 """Regression benchmark of two GPUs: decode steps as shares of what links and model allow in the same run.
 
-    guard.py check RECORD STEPS TRANSFER    prints the table; fails where a cell is more than TOLERANCE below RECORD
+    guard.py check RECORD STEPS TRANSFER [MODEL...]   prints the table; fails where a cell is more than TOLERANCE below
+                                            RECORD, and where one of RECORD is not measured, which with MODELs must be theirs
     guard.py record RECORD STEPS TRANSFER COMMIT   writes RECORD anew
     guard.py compare BASE STEPS             prints each cell's time beside that of an earlier commit, measured on the same
                                             machine; fails where a cell takes more than TOLERANCE longer
@@ -8,11 +9,13 @@
 STEPS are lines of TestGPUPresets (-steps), TRANSFER is what `moeserve bench transfer --json` wrote on the same
 machine right before, RECORD is tools/cuda/guard.json (of H200) or guard-h100.json. BASE is as STEPS.
 
-A cell is a model, the fraction of its experts that have copies on the peer, and the number of sequences that decode.
-Its share is the limit, the shortest time that its step could take, over the measured time. With everything in HBM the
-limit is the step's roofline. With experts on the peer it is the longer of two: the same step with everything in HBM,
-as measured in this run; and the bytes of the offloaded experts that its tokens are expected to select, over the sum of
-both links' rates, as measured in this run.
+A cell is a model, the fraction of its experts that are offloaded, their tier, and the number of sequences that decode.
+Experts of the tier peer have copies on the second GPU. Its share is the reference, which is a time, over the measured
+time. With everything in HBM the reference is the step's roofline. With experts offloaded it is the longer of two: the
+same step with everything in HBM, as measured in this run; and the bytes of the offloaded experts that its tokens are
+expected to select, over the sum of both links' rates (tier peer) or the host link's (tier host), as measured in this run.
+
+A cell that RECORD does not have is in the table, with – as recorded, and fails nothing but the comparison with a BASE.
 """
 
 import json
@@ -41,16 +44,26 @@ def links(path):
 
 
 def named(s):
-    """The name of a cell: a preset that is cut has its number of layers in it."""
+    """The name of a cell: what is offloaded has its tier in it, and a preset that is cut its number of layers."""
     cut = f" ({s['layers']} layers)" if s.get("layers", LAYERS.get(s["model"])) != LAYERS.get(s["model"]) else ""
-    return f"{s['model']}{cut} {100 * s['fraction']:g} % {s['sequences']}"
+    tier = f" {s['tier']}" if s["fraction"] else ""
+    return f"{s['model']}{cut} {100 * s['fraction']:g} %{tier} {s['sequences']}"
+
+
+def decodes(path):
+    """The decode steps of a file: models, and what is offloaded of each, as measured first; these by their sequences."""
+    steps = [s for s in lines(path) if s["kind"] == "decode"]
+    first = {}
+    for at, s in enumerate(steps):
+        for group in (s["model"], (s["model"], s["fraction"], s["tier"])):
+            first.setdefault(group, at)
+    return sorted(steps, key=lambda s: (first[s["model"]], first[s["model"], s["fraction"], s["tier"]], s["sequences"]))
 
 
 def cells(steps, rates):
-    """[(name, seconds of a step, least seconds, what binds)], in the order in which they were measured."""
-    steps = [s for s in steps if s["kind"] == "decode"]
+    """[(name, seconds of a step, seconds of its reference, what the reference is)], and the cells that have no reference."""
     resident = {(s["model"], s["sequences"]): s["seconds"] for s in steps if s["fraction"] == 0}
-    found = []
+    found, alone = [], []
     for s in steps:
         name = named(s)
         if s["fraction"] == 0:
@@ -58,15 +71,17 @@ def cells(steps, rates):
             continue
         own = resident.get((s["model"], s["sequences"]))
         if own is None:
-            sys.exit(f"{name}: the same step with everything in HBM was not measured")
-        link = s["missing_bytes"] / (rates[PEER] + rates[HOST])
-        found.append((name, s["seconds"], max(own, link), "links" if link > own else "own step in HBM"))
-    return found
+            alone.append(f"{name}: the same step with everything in HBM was not measured")
+            continue
+        rate, bound = {"peer": (rates[PEER] + rates[HOST], "links"), "host": (rates[HOST], "host link")}[s["tier"]]
+        link = s["missing_bytes"] / rate
+        found.append((name, s["seconds"], max(own, link), bound if link > own else "own step in HBM"))
+    return found, alone
 
 
 def table(found, record, rates):
     print(f"plain copies in this run: peer {rates[PEER] / 1e9:.1f} GB/s, host {rates[HOST] / 1e9:.1f} GB/s\n")
-    print("| model, experts on the peer, sequences | step, ms | tokens/s | reference, ms | reference is | reference / step | recorded |")
+    print("| model, experts offloaded, sequences | step, ms | tokens/s | reference, ms | reference is | reference / step | recorded |")
     print("|---|---|---|---|---|---|---|")
     for name, took, least, bound in found:
         was = record.get(name)
@@ -74,29 +89,31 @@ def table(found, record, rates):
               f"| {'–' if was is None else f'{100 * was:.1f} %'} |")
 
 
-def check(record_file, steps_file, transfer_file):
+def check(record_file, steps_file, transfer_file, *models):
     try:
         with open(record_file) as f:
             record = json.load(f)
     except FileNotFoundError:
         record = {"measured_at": "nothing", "shares": {}}
     rates = links(transfer_file)
-    found = cells(lines(steps_file), rates)
+    found, alone = cells(decodes(steps_file), rates)
     table(found, record["shares"], rates)
+    unrecorded = sum(name not in record["shares"] for name, *_ in found)
     bad = [f"{name}: {100 * least / took:.1f} % of what is possible, recorded {100 * record['shares'][name]:.1f} %"
            for name, took, least, _ in found
            if name in record["shares"] and least / took < record["shares"][name] * (1 - TOLERANCE)]
     missing = sorted(set(record["shares"]) - {name for name, *_ in found})
-    bad += [f"{name}: recorded and not measured" for name in missing]
-    print(f"\nrecord measured at {record['measured_at']}: {len(found)} cells, {len(bad)} worse by more than {100 * TOLERANCE:g} %")
+    bad += alone + [f"{name}: recorded and not measured" for name in missing if not models or name.split()[0] in models]
+    print(f"\nrecord measured at {record['measured_at']}: {len(found)} cells, {unrecorded} of them unrecorded, "
+          f"{len(bad)} worse by more than {100 * TOLERANCE:g} % or not measured")
     for line in bad:
         print("FAILED", line)
     return 1 if bad or not found else 0
 
 
 def compare(base_file, steps_file):
-    base, now = ({named(s): s["seconds"] for s in lines(path) if s["kind"] == "decode"} for path in (base_file, steps_file))
-    print("| model, experts on the peer, sequences | step, ms | step of the base, ms | step / base |")
+    base, now = ({named(s): s["seconds"] for s in decodes(path)} for path in (base_file, steps_file))
+    print("| model, experts offloaded, sequences | step, ms | step of the base, ms | step / base |")
     print("|---|---|---|---|")
     bad = [f"{name}: measured for the base alone" for name in base if name not in now]
     bad += [f"{name}: not measured for the base" for name in now if name not in base]
@@ -112,7 +129,10 @@ def compare(base_file, steps_file):
 
 
 def record(record_file, steps_file, transfer_file, commit):
-    shares = {name: round(least / took, 4) for name, took, least, _ in cells(lines(steps_file), links(transfer_file))}
+    found, alone = cells(decodes(steps_file), links(transfer_file))
+    if alone:
+        sys.exit("\n".join(alone))
+    shares = {name: round(least / took, 4) for name, took, least, _ in found}
     with open(record_file, "w") as f:
         json.dump({"measured_at": commit, "shares": shares}, f, indent=1)
         f.write("\n")
@@ -120,7 +140,7 @@ def record(record_file, steps_file, transfer_file, commit):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 5 and sys.argv[1] == "check":
+    if len(sys.argv) >= 5 and sys.argv[1] == "check":
         sys.exit(check(*sys.argv[2:]))
     if len(sys.argv) == 6 and sys.argv[1] == "record":
         sys.exit(record(*sys.argv[2:]))

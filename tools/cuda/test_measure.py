@@ -136,75 +136,128 @@ class Gaps(unittest.TestCase):
 
 
 class Guard(unittest.TestCase):
-    def files(self, folder, peer=390e9, **took):
+    def files(self, folder, peer=390e9, base=60e9, **took):
         """A run of one model, 93 ms with everything in HBM, and its record."""
-        steps = [dict(model="m", kind="prefill", fraction=0, sequences=8, seconds=9.0)]
-        for name, fraction, missing in (("hbm", 0, 0), ("half", 0.5, 10e9), ("all", 1, 90e9)):
-            steps.append(dict(model="m", kind="decode", fraction=fraction, sequences=8, seconds=took.get(name, 0.1 if name != "all" else 0.25),
+        steps = [dict(model="m", kind="prefill", fraction=0, tier="host", sequences=8, seconds=9.0)]
+        for name, fraction, tier, missing, seconds in (
+            ("hbm", 0, "host", 0, 0.1), ("half", 0.5, "peer", 10e9, 0.1), ("all", 1, "peer", 90e9, 0.25), ("host", 0.5, "host", 12e9, 0.25),
+        ):
+            steps.append(dict(model="m", kind="decode", fraction=fraction, tier=tier, sequences=8, seconds=took.get(name, seconds),
                               roofline_s=0.08, missing_bytes=missing))
-        rate = [dict(path=p, bytes=n, bytes_per_s=r * n / 100) for p, r in (("peer to gpu", peer), ("host to gpu", 60e9)) for n in (1, 100)]
+        rate = [dict(path=p, bytes=n, bytes_per_s=r * n / 100) for p, r in (("peer to gpu", peer), ("host to gpu", base)) for n in (1, 100)]
         names = [os.path.join(folder, n) for n in ("record.json", "steps.json", "transfer.json")]
         pathlib.Path(names[1]).write_text("\n".join(map(json.dumps, steps)) + "\n")
         pathlib.Path(names[2]).write_text(json.dumps(dict(points=rate)))
         return names
+
+    def outcome(self, what, *args):
+        code = []
+        said = printed(lambda: code.append(what(*args)))
+        return code[0], said
 
     def test_shares(self):
         with tempfile.TemporaryDirectory() as folder:
             names = self.files(folder)
             self.assertEqual(guard.record(*names, "abc1234"), 0)
             self.assertEqual(json.loads(pathlib.Path(names[0]).read_text()),
-                             dict(measured_at="abc1234", shares={"m 0 % 8": 0.8, "m 50 % 8": 1.0, "m 100 % 8": 0.8}))
+                             dict(measured_at="abc1234", shares={"m 0 % 8": 0.8, "m 50 % peer 8": 1.0, "m 100 % peer 8": 0.8, "m 50 % host 8": 0.8}))
             for took, want, says in (
-                ({}, 0, "3 cells, 0 worse"),
-                (dict(all=0.2575), 0, "0 worse"),
-                (dict(all=0.26), 1, "FAILED m 100 % 8: 76.9 % of what is possible, recorded 80.0 %"),
+                ({}, 0, "4 cells, 0 of them unrecorded, 0 worse"),
+                (dict(all=0.2575), 0, " 0 worse"),
+                (dict(all=0.26), 1, "FAILED m 100 % peer 8: 76.9 % of what is possible, recorded 80.0 %"),
+                (dict(host=0.2575), 0, " 0 worse"),
+                (dict(host=0.26), 1, "FAILED m 50 % host 8: 76.9 % of what is possible, recorded 80.0 %"),
                 (dict(hbm=0.11), 1, "FAILED m 0 % 8"),
                 # Slower in HBM and from the peer alike: the first says so.
-                (dict(hbm=0.11, half=0.11), 1, "1 worse"),
+                (dict(hbm=0.11, half=0.11), 1, " 1 worse"),
                 # A slower link slows the step down, and the least with it.
-                (dict(peer=290e9, all=0.32), 0, "0 worse"),
+                (dict(peer=290e9, all=0.32), 0, " 0 worse"),
+                (dict(base=48e9, all=0.257, host=0.31), 0, " 0 worse"),
             ):
-                code = None
-
-                def checked():
-                    nonlocal code
-                    code = guard.check(*self.files(folder, **took))
-
-                said = printed(checked)
+                code, said = self.outcome(guard.check, *self.files(folder, **took))
                 self.assertEqual(code, want, (took, said))
                 self.assertIn(says, said)
+
+    def test_references(self):
+        with tempfile.TemporaryDirectory() as folder:
+            names = self.files(folder)
+            _, said = self.outcome(guard.check, *names)
+            for want in (
+                "| m 0 % 8 | 100.00 | 80 | 80.00 | roofline | 80.0 % | – |",
+                "| m 50 % peer 8 | 100.00 | 80 | 100.00 | own step in HBM | 100.0 % | – |",
+                "| m 100 % peer 8 | 250.00 | 32 | 200.00 | links | 80.0 % | – |",
+                "| m 50 % host 8 | 250.00 | 32 | 200.00 | host link | 80.0 % | – |",
+            ):
+                self.assertIn(want, said.splitlines())
+            # Without the step in HBM, the others have nothing to compare with.
+            kept = [line for line in pathlib.Path(names[1]).read_text().splitlines() if '"fraction": 0,' not in line]
+            pathlib.Path(names[1]).write_text("\n".join(kept))
+            code, said = self.outcome(guard.check, *names)
+            self.assertEqual(code, 1)
+            self.assertIn("FAILED m 50 % host 8: the same step with everything in HBM was not measured", said)
+            with self.assertRaisesRegex(SystemExit, "m 50 % peer 8: the same step"):
+                guard.record(*names, "abc1234")
+            self.assertFalse(os.path.exists(names[0]))
+
+    def test_unrecorded_cells(self):
+        with tempfile.TemporaryDirectory() as folder:
+            names = self.files(folder)
+            guard.record(*names, "abc1234")
+            old = json.loads(pathlib.Path(names[0]).read_text())
+            del old["shares"]["m 50 % host 8"]
+            pathlib.Path(names[0]).write_text(json.dumps(old))
+            # However slow, it is not held to anything, and another cell still is.
+            code, said = self.outcome(guard.check, *self.files(folder, host=9))
+            self.assertEqual(code, 0, said)
+            self.assertIn("| m 50 % host 8 | 9000.00 |", said)
+            self.assertIn("| 2.2 % | – |", said)
+            self.assertIn("4 cells, 1 of them unrecorded, 0 worse", said)
+            code, said = self.outcome(guard.check, *self.files(folder, host=9, all=0.26))
+            self.assertEqual(code, 1, said)
+            self.assertIn("4 cells, 1 of them unrecorded, 1 worse", said)
 
     def test_missing_cell(self):
         with tempfile.TemporaryDirectory() as folder:
             names = self.files(folder)
             guard.record(*names, "abc1234")
-            kept = [line for line in pathlib.Path(names[1]).read_text().splitlines() if '"fraction": 1' not in line]
+            kept = [line for line in pathlib.Path(names[1]).read_text().splitlines() if '"fraction": 1,' not in line]
             pathlib.Path(names[1]).write_text("\n".join(kept))
-            self.assertIn("m 100 % 8: recorded and not measured", printed(guard.check, *names))
+            for models, want in (((), 1), (("m",), 1), (("another",), 0)):
+                code, said = self.outcome(guard.check, *names, *models)
+                self.assertEqual(code, want, said)
+                self.assertEqual("FAILED m 100 % peer 8: recorded and not measured" in said, want == 1, said)
 
     def test_compare(self):
         with tempfile.TemporaryDirectory() as folder:
             base = pathlib.Path(folder, "base.json")
             base.write_text(pathlib.Path(self.files(folder)[1]).read_text())
             for took, want, says in (
-                (dict(all=0.2575), 0, "| m 100 % 8 | 257.50 | 250.00 | 103.0 % |"),
-                (dict(all=0.26), 1, "FAILED m 100 % 8: 104.0 % of the base's time"),
+                (dict(all=0.2575), 0, "| m 100 % peer 8 | 257.50 | 250.00 | 103.0 % |"),
+                (dict(all=0.26), 1, "FAILED m 100 % peer 8: 104.0 % of the base's time"),
+                (dict(host=0.26), 1, "FAILED m 50 % host 8: 104.0 % of the base's time"),
             ):
-                code = None
-
-                def compared():
-                    nonlocal code
-                    code = guard.compare(base, self.files(folder, **took)[1])
-
-                said = printed(compared)
+                code, said = self.outcome(guard.compare, base, self.files(folder, **took)[1])
                 self.assertEqual(code, want, (took, said))
                 self.assertIn(says, said)
             base.write_text("")
-            self.assertIn("m 0 % 8: not measured for the base", printed(compared))
+            self.assertIn("m 0 % 8: not measured for the base", printed(guard.compare, base, self.files(folder)[1]))
 
-    def test_cut_presets(self):
-        for layers, want in ((32, "mixtral-8x7b 50 % 324"), (16, "mixtral-8x7b (16 layers) 50 % 324")):
-            self.assertEqual(guard.named(dict(model="mixtral-8x7b", layers=layers, fraction=0.5, sequences=324)), want)
+    def test_names(self):
+        for cell, want in (
+            (dict(layers=32, fraction=0.5, tier="peer"), "mixtral-8x7b 50 % peer 324"),
+            (dict(layers=32, fraction=0.5, tier="host"), "mixtral-8x7b 50 % host 324"),
+            (dict(layers=16, fraction=0.5, tier="peer"), "mixtral-8x7b (16 layers) 50 % peer 324"),
+            (dict(layers=16, fraction=0, tier="host"), "mixtral-8x7b (16 layers) 0 % 324"),
+        ):
+            self.assertEqual(guard.named(dict(model="mixtral-8x7b", sequences=324, **cell)), want)
+
+    def test_order(self):
+        """A table has a model's cells together, by sequences, whatever was measured between them."""
+        with tempfile.NamedTemporaryFile("w", suffix=".json") as f:
+            for model, fraction, tier, sequences in (("b", 0, "host", 32), ("b", 0, "host", 1), ("b", 1, "peer", 8), ("a", 0, "host", 1), ("b", 1, "host", 8)):
+                f.write(json.dumps(dict(model=model, kind="decode", fraction=fraction, tier=tier, sequences=sequences)) + "\n")
+            f.flush()
+            self.assertEqual([guard.named(s) for s in guard.decodes(f.name)], ["b 0 % 1", "b 0 % 32", "b 100 % peer 8", "b 100 % host 8", "a 0 % 1"])
 
 
 class Load(unittest.TestCase):
