@@ -30,13 +30,16 @@
 #                 GPU; the other plans of a step; a trace of eight layers
 #   predicted     two GPUs: memory planned and used; bench transfer, and with the rates that it measures the predictions
 #                 for a sweep of Qwen1.5-MoE and for a policy of the planner for Mixtral
-#   guard         two GPUs, three minutes: decode steps of Mixtral, Qwen1.5-MoE and Qwen3-30B-A3B with experts on the
-#                 second GPU, as shares of what plain copies and the same step in HBM allow; fails where a share is less
-#                 than 97 % of that in guard.json (guard-h100.json on H100; there Mixtral is cut to 16 layers, as 32 do not fit).
+#   guard         two GPUs, four and a half minutes (estimate): decode steps of 1 to 324 sequences (Mixtral: 3,240) of Mixtral, Qwen1.5-MoE and
+#                 Qwen3-30B-A3B in HBM and with half of the experts on the second GPU (Mixtral: all, too), and of 1 and 8 of the
+#                 first two with half of them in host memory, as shares of what plain copies and the same step in HBM allow;
+#                 fails where a share is less than 97 % of that in guard.json (guard-h100.json on H100; there Mixtral is
+#                 cut to 16 layers, as 32 do not fit). Cells that are not recorded are printed and counted.
 #                 Where the bundle has a COMMIT, its steps are measured on the same machine too, and a step that takes more
-#                 than 3 % longer than its is a failure: twice the time.
+#                 than 3 % longer than its is a failure: twice the time. GUARD_MODELS are some of the presets (default:
+#                 mixtral-8x7b qwen1.5-moe-a2.7b qwen3-30b-a3b).
 #                 It runs before and after every change of pipeline, experts, transfer, harvest, kvcache, device/cuda
-#                 and kernels/cuda; GUARD_RECORD=COMMIT writes guard.json to LOGS instead
+#                 and kernels/cuda; GUARD_RECORD=COMMIT writes all cells as LOGS/recorded.json, too
 #   soak          two GPUs: serve under full load for SOAK (default: 1m), with KV tiers, clients that leave, hostile clients, and
 #                 a neighbor that takes and returns the second GPU's memory: every answer as alone, and all memory comes back;
 #                 SOAK_SEED draws the policies
@@ -338,27 +341,33 @@ run() {
           --warmup-tokens 1 --trials 1 --json "$work/policy.json"
         tar -czf "$logs/predicted.tar.gz" -C "$work" here.json transfer.json sweep.json sweep.csv sweep.svg gains.svg policy.json ;;
       guard)
+        all="mixtral-8x7b qwen1.5-moe-a2.7b qwen3-30b-a3b" models=${GUARD_MODELS:-}
+        for model in $models; do
+          [[ " $all " == *" $model "* ]] || { echo "GUARD_MODELS has $model: guard measures $all" >&2; exit 2; }
+        done
+        [ -z "${GUARD_RECORD:-}" ] || [ -z "$models" ] || { echo "GUARD_RECORD records all cells: without GUARD_MODELS" >&2; exit 2; }
         rm -f "$logs"/guard.json "$logs"/guard-base.json # of an earlier run, to which lines would be added
         limit 40 . guard links "$work/moeserve" bench transfer --device cuda --peers 1 --host-memory-gib "$host" --largest-mib 336 --json "$work/transfer.json"
-        record=guard.json mixtral=(-batches 324,3240 -whole 'mixtral-8x7b@0,0.5p,1p')
-        if [[ $gpu == *H100* ]]; then record=guard-h100.json mixtral=(-layers 16 -batches 324,1620 -whole 'mixtral-8x7b@0,0.5p'); fi
-        # Builds take turns, so that what else runs on the machine hits both alike.
-        for models in mixtral qwen; do
-          if [ $models = mixtral ]; then
-            most=170 cells=("${mixtral[@]}")
-          else
-            most=100 cells=(-batches 1,32,324 -whole 'qwen1.5-moe-a2.7b@0,0.5p qwen3-30b-a3b@0,0.5p')
-          fi
+        record=guard.json layers=() mixtral=(mixtral-8x7b@0,0.5p,1p 324,3240,1,8,32,64)
+        if [[ $gpu == *H100* ]]; then record=guard-h100.json layers=(-layers 16) mixtral=(mixtral-8x7b@0,0.5p 324,1620,1,8,32,64); fi
+        # Loading takes longest, so a load decodes all of its batches; the host's are few, as each of its steps waits for its link.
+        for group in "mixtral 220 ${mixtral[*]}" "qwen1.5 80 qwen1.5-moe-a2.7b@0,0.5p 1,32,324,8,64" "qwen3 100 qwen3-30b-a3b@0,0.5p 1,32,324,8,64" \
+          "mixtral-host 120 mixtral-8x7b@0.5 1,8" "qwen1.5-host 60 qwen1.5-moe-a2.7b@0.5 1,8"; do
+          read -r name most whole batches <<<"$group"
+          [[ " ${models:-$all} " == *" ${whole%@*} "* ]] || continue
+          cells=(-batches "$batches" -whole "$whole")
+          [ "${whole%@*}" != mixtral-8x7b ] || cells+=("${layers[@]}")
+          # Builds take turns, so that what else runs on the machine hits both alike.
           for build in "" -base; do
             [ -x "$work/node$build.test" ] || continue
-            limit $most node guard "guard-$models$build" "$work/node$build.test" "${overlap[@]}" -test.v -test.timeout ${most}s -test.run GPUPresets -peer 1 \
+            limit "$most" node guard "guard-$name$build" "$work/node$build.test" "${overlap[@]}" -test.v -test.timeout "${most}s" -test.run GPUPresets -peer 1 \
               "${cells[@]}" -host-gib "$host" -steps "$logs/guard$build.json"
           done
         done
         if [ -n "${GUARD_RECORD:-}" ]; then
           python3 "$root/tools/cuda/guard.py" record "$logs/recorded.json" "$logs/guard.json" "$work/transfer.json" "$GUARD_RECORD" || failed=1
         fi
-        python3 "$root/tools/cuda/guard.py" check "$root/tools/cuda/$record" "$logs/guard.json" "$work/transfer.json" 2>&1 | tee -a "$logs/table.log"
+        python3 "$root/tools/cuda/guard.py" check "$root/tools/cuda/$record" "$logs/guard.json" "$work/transfer.json" $models 2>&1 | tee -a "$logs/table.log"
         [ "${PIPESTATUS[0]}" = 0 ] || failed=1
         if [ -x "$work/node-base.test" ]; then
           python3 "$root/tools/cuda/guard.py" compare "$logs/guard-base.json" "$logs/guard.json" 2>&1 | tee -a "$logs/table.log"

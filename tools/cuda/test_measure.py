@@ -1,4 +1,4 @@
-"""Tests of beside.py, gaps.py, guard.py, load.py and tenant.py as far as they go without a GPU: python3 tools/cuda/test_measure.py"""
+"""Tests of beside.py, gaps.py, guard.py and its part of gpu.sh, load.py and tenant.py as far as they go without a GPU: python3 tools/cuda/test_measure.py"""
 
 import argparse
 import contextlib
@@ -6,8 +6,10 @@ import io
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import unittest
@@ -258,6 +260,115 @@ class Guard(unittest.TestCase):
                 f.write(json.dumps(dict(model=model, kind="decode", fraction=fraction, tier=tier, sequences=sequences)) + "\n")
             f.flush()
             self.assertEqual([guard.named(s) for s in guard.decodes(f.name)], ["b 0 % 1", "b 0 % 32", "b 100 % peer 8", "b 100 % host 8", "a 0 % 1"])
+
+
+# What stands in for the programs of gpu.sh's bundle: steps that take what they are compared with, but the one in SLOW.
+STANDS_IN = """#!%s
+import json, os, sys
+name, args = os.path.basename(sys.argv[0]), sys.argv[1:]
+value = lambda flag: args[args.index(flag) + 1]
+if name == "nvidia-smi":
+    print(os.environ["GPU"])
+elif name == "moeserve":
+    points = [dict(path=p, bytes=336 << 20, bytes_per_s=r) for p, r in (("peer to gpu", 390e9), ("host to gpu", 55e9))]
+    with open(value("--json"), "w") as f:
+        json.dump(dict(points=points), f)
+else:
+    layers = {"mixtral-8x7b": 32, "qwen1.5-moe-a2.7b": 24, "qwen3-30b-a3b": 48}
+    with open(value("-steps"), "a") as f:
+        for model, fractions in (w.split("@") for w in value("-whole").split()):
+            cut = int(value("-layers")) if "-layers" in args else layers[model]
+            for text in fractions.split(","):
+                tier, fraction = "peer" if text.endswith("p") else "host", float(text.rstrip("p"))
+                line = dict(model=model, layers=cut, fraction=fraction, tier=tier)
+                f.write(json.dumps(dict(line, kind="load", seconds=4)) + "\\n")
+                for n in map(int, value("-batches").split(",")):
+                    rate = 445e9 if tier == "peer" else 55e9
+                    seconds = 0.02 + 0.1 * fraction
+                    if f"{model} {fraction:g} {tier} {n}" == os.environ.get("SLOW") and name == "node.test":
+                        seconds *= 1.04
+                    f.write(json.dumps(dict(line, kind="decode", sequences=n, seconds=seconds, roofline_s=0.02, missing_bytes=(0.02 + 0.1 * fraction) * rate * (fraction > 0))) + "\\n")
+    print("--- PASS: TestGPUPresets")
+""" % sys.executable
+
+
+@unittest.skipUnless(shutil.which("xz"), "no xz, which gpu.sh unpacks with")
+class GuardPart(unittest.TestCase):
+    """The part guard of gpu.sh, with programs that stand in for those that need GPUs."""
+
+    def run_part(self, record=None, *, gpu="NVIDIA H200", base=False, **variables):
+        """The exit code, what is said, and the shares that are recorded; record are those that there were."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder)
+            for name in ("bin", "tree/node", "tree/tools/cuda"):
+                (path / name).mkdir(parents=True)
+            for name in ("gpu.sh", "gpu.py", "guard.py"):
+                shutil.copy(HERE / name, path / "tree/tools/cuda")
+            for name in ("guard.json", "guard-h100.json"):
+                (path / "tree/tools/cuda" / name).write_text(json.dumps(dict(measured_at="old", shares=record or {})))
+            programs = ["bin/nvidia-smi", "moeserve", "node.test"] + ["node-base.test"] * base
+            for name in programs:
+                (path / name).write_text(STANDS_IN)
+                (path / name).chmod(0o755)
+            with tarfile.open(path / "bundle.tar.xz", "w:xz") as bundle:
+                for name in programs[1:]:
+                    bundle.add(path / name, name)
+            env = {k: v for k, v in os.environ.items() if not k.startswith("GUARD_") and k not in ("SLOW", "OVERLAP")}
+            env |= dict(PATH=f"{path / 'bin'}:{os.environ['PATH']}", GPU=gpu, **variables)
+            script = str(path / "tree/tools/cuda/gpu.sh")
+            p = subprocess.run(["bash", script, "run", folder, str(path / "logs"), "guard"], env=env, capture_output=True, text=True, timeout=60)
+            recorded = path / "logs" / "recorded.json"
+            return p.returncode, p.stdout + p.stderr, json.loads(recorded.read_text())["shares"] if recorded.exists() else None
+
+    def expected(self, mixtral, many, all_of_it):
+        def some(model, what, *sequences):
+            return [f"{model} {what} {n}" for n in sequences]
+
+        cells = some(mixtral, "0 %", 1, 8, 32, 64, 324, many) + some(mixtral, "50 % peer", 1, 8, 32, 64, 324, many)
+        cells += some(mixtral, "100 % peer", 1, 8, 32, 64, 324, many) * all_of_it + some(mixtral, "50 % host", 1, 8)
+        for model in ("qwen1.5-moe-a2.7b", "qwen3-30b-a3b"):
+            cells += some(model, "0 %", 1, 8, 32, 64, 324) + some(model, "50 % peer", 1, 8, 32, 64, 324)
+            cells += some(model, "50 % host", 1, 8) * (model == "qwen1.5-moe-a2.7b")
+        return cells
+
+    def test_cells(self):
+        for gpu, record, cells in (
+            ("NVIDIA H200", "guard.json", self.expected("mixtral-8x7b", 3240, True)),
+            ("NVIDIA H100 80GB HBM3", "guard-h100.json", self.expected("mixtral-8x7b (16 layers)", 1620, False)),
+        ):
+            code, said, recorded = self.run_part(gpu=gpu, GUARD_RECORD="abc1234")
+            self.assertEqual(code, 0, said)
+            self.assertEqual(list(recorded), cells)
+            self.assertIn(f"{len(cells)} cells, {len(cells)} of them unrecorded, 0 worse", said)
+            self.assertLessEqual(set(json.loads((HERE / record).read_text())["shares"]), set(cells), f"{record} has cells that are not measured")
+
+    def failed(self, said):
+        return [line for line in said.splitlines() if line.startswith("FAILED")]
+
+    def test_slow_cell(self):
+        _, _, recorded = self.run_part(GUARD_RECORD="abc1234")
+        code, said, _ = self.run_part(recorded, base=True)
+        self.assertEqual((code, self.failed(said)), (0, []), said)
+        host, peer = ("mixtral-8x7b 0.5 host 8", "mixtral-8x7b 50 % host 8"), ("qwen3-30b-a3b 0.5 peer 64", "qwen3-30b-a3b 50 % peer 64")
+        for (slow, name), record, base in ((host, recorded, True), (peer, recorded, False), (peer, {}, True), (host, {}, False)):
+            worse, longer = f"FAILED {name}: 96.2 % of what is possible, recorded 100.0 %", f"FAILED {name}: 104.0 % of the base's time"
+            want = [worse] * (record != {}) + [longer] * base
+            code, said, _ = self.run_part(record, base=base, SLOW=slow)
+            self.assertEqual((code, self.failed(said)), (int(want != []), want), said)
+
+    def test_some_models(self):
+        record = {"mixtral-8x7b 0 % 1": 0.8, "qwen1.5-moe-a2.7b 50 % host 1": 0.8}
+        code, said, _ = self.run_part(record, GUARD_MODELS="qwen1.5-moe-a2.7b")
+        self.assertEqual(code, 0, said)
+        self.assertIn("12 cells, 11 of them unrecorded, 0 worse", said)
+        self.assertNotIn("mixtral-8x7b", said)
+        code, said, _ = self.run_part(dict(record, **{"qwen1.5-moe-a2.7b 50 % host 2": 0.8}), GUARD_MODELS="qwen1.5-moe-a2.7b")
+        self.assertEqual((code, self.failed(said)), (1, ["FAILED qwen1.5-moe-a2.7b 50 % host 2: recorded and not measured"]), said)
+        for variables, says in ((dict(GUARD_MODELS="qwen"), "GUARD_MODELS has qwen"),
+                                (dict(GUARD_MODELS="qwen3-30b-a3b", GUARD_RECORD="abc1234"), "without GUARD_MODELS")):
+            code, said, recorded = self.run_part(**variables)
+            self.assertEqual((code, recorded), (2, None), said)
+            self.assertIn(says, said)
 
 
 class Load(unittest.TestCase):
