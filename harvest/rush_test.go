@@ -147,7 +147,7 @@ func (u *user) run() {
 func TestRush(t *testing.T) {
 	const begin = 3 * time.Millisecond // a third of the way from one reading to the next
 	var table strings.Builder
-	fmt.Fprintf(&table, "%-30s %9s %9s %9s %9s %9s\n", "", "got, ms", "short, ms", "whole, ms", "released", "needed")
+	fmt.Fprintf(&table, "%-30s %9s %9s %9s %9s %9s\n", "", "got, ms", "short, ms", "restored", "released", "needed")
 	for _, test := range []struct {
 		name              string
 		busy, lent        int64
