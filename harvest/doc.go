@@ -33,9 +33,10 @@
 // A Tick reads every peer through the Monitor. If less than the headroom is free, slabs
 // are revoked until it will be, cheapest first (Victims, a pure function). A slab is cheap
 // if losing it costs its clients little per byte (Hints.Cost) and it has few references.
-// Reclaim (package reclaim has other processes call it), the policy, an unhealthy peer and
-// Close revoke slabs, too. A slab is released
-// in these phases; ticks advance them, and none of them blocks:
+// What other processes take while the headroom is missing, they are expected to take again,
+// and as much more is released. Reclaim (package reclaim has other processes call it) releases
+// what is asked for and the headroom. The policy, an unhealthy peer and Close revoke slabs,
+// too. A slab is released in these phases; ticks advance them, and none of them blocks:
 //
 //	in service ──► draining ──────────────► scrubbing ──► releasing ──► released
 //	               refuse new references;   overwrite     Memory.Free

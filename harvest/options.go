@@ -59,8 +59,8 @@ type Options struct {
 	// CallbackLimit is the duration above which a callback is reported. Default: 10 ms.
 	CallbackLimit time.Duration
 	// Interval between ticks of the loop that Start starts, and so the maximum delay
-	// until memory pressure is noticed; while memory drains, the loop ticks ten times as
-	// often. Default: 10 ms.
+	// until memory pressure is noticed; while memory drains, and for one Deadline after less
+	// than the headroom was free, the loop ticks ten times as often. Default: 10 ms.
 	Interval time.Duration
 	// ScrubBytes is the size of the scrub buffer: pinned zeros that scrubbing starts
 	// with. Default: 1 MiB.

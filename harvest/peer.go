@@ -30,6 +30,7 @@ type peer struct {
 	free        int64
 	slabChanges int
 	headroom    int64
+	rush        rush
 	// draining is the size of the slabs that are being released.
 	draining int64
 	// stale is why there is no valid reading.
@@ -202,8 +203,11 @@ func (p *peer) borrowable() int64 {
 	if p.stale != nil || p.withdrawn {
 		return 0
 	}
-	return p.free - p.headroom
+	return p.free - p.wanted()
 }
+
+// wanted is what is to be free: the headroom, and more in a rush.
+func (p *peer) wanted() int64 { return p.headroom + int64(p.rush.taken) }
 
 // add adds a new slab.
 func (p *peer) add(s *slab) {
@@ -274,9 +278,9 @@ func (p *peer) noNewSlabs(req Request) string {
 	case p.serving+req.Bytes > p.share(req.Now):
 		return "has lent this process its share; other processes want more"
 	case p.borrowable() < req.Bytes:
-		return fmt.Sprintf("has %d bytes free, of which %d are headroom", p.free, p.headroom)
+		return fmt.Sprintf("has %d bytes free, of which %d are headroom", p.free, p.wanted())
 	case p.lendable(req.Hints.Client, req.Now) < req.Bytes:
-		return fmt.Sprintf("has %d bytes free, of which %d are headroom and %d are reserved for other clients", p.free, p.headroom, p.borrowable()-p.lendable(req.Hints.Client, req.Now))
+		return fmt.Sprintf("has %d bytes free, of which %d are headroom and %d are reserved for other clients", p.free, p.wanted(), p.borrowable()-p.lendable(req.Hints.Client, req.Now))
 	}
 	return ""
 }
@@ -293,6 +297,31 @@ func (p *peer) update(reading Reading, now, halfLife time.Duration) {
 	p.reading, p.stale, p.free = reading, nil, reading.Free
 	p.bandwidth.add(reading.Bandwidth, now, halfLife)
 	p.churnRate = p.churn.add(reading.OtherProcesses, reading.Capacity, now, halfLife)
+}
+
+// rush is a time in which other processes take memory of a peer faster than it is released: from a
+// reading with less than the headroom free to one deadline after the last of these. What they take
+// meanwhile, beyond what led to it, they are expected to take again within a deadline. So a process that
+// allocates all it can get, again and again, gets more each time, and one that takes memory once
+// costs no more than that.
+type rush struct {
+	until time.Duration
+	// taken meanwhile, less what was returned; what was taken a quarter of a deadline ago counts half.
+	taken float64
+	at    time.Duration
+}
+
+// update records what was taken since the last reading, and whether it has left too little.
+func (r *rush) update(taken int64, short bool, now, deadline time.Duration) {
+	if now < r.until {
+		r.taken = max(r.taken*decayFactor(now-r.at, deadline/4)+float64(taken), 0)
+	} else {
+		r.taken = 0
+	}
+	r.at = now
+	if short {
+		r.until = now + deadline
+	}
 }
 
 // slabState is the input of Victims.

@@ -19,7 +19,8 @@ type Reclamation struct {
 
 // Reclaim makes so many bytes of a peer's memory free for another process: it releases
 // what is missing of them, or all that harvest holds there if that is less, within that
-// time (0: Options.Deadline). For Options.Cooldown no new slab is allocated on that peer,
+// time (0: Options.Deadline). If anything is missing, the process will use up the headroom, which is
+// released, too, within Options.Deadline; the Reclamation does not wait for that. For Options.Cooldown no new slab is allocated on that peer,
 // so that the process can allocate what is free. Reclaim does not wait: ticks, and
 // Reclamation.Wait, advance it. What is free is known from the latest tick.
 func (r *Runtime) Reclaim(s device.Space, bytes int64, within time.Duration) (*Reclamation, error) {

@@ -84,6 +84,11 @@ func (c *controller) observe(now time.Duration, rs []reading) {
 		case r.err != nil:
 			p.stale = fmt.Errorf("has no reading: %w", r.err)
 		case r.slabChanges == p.slabChanges: // otherwise a slab changed meanwhile, before or after the reading
+			taken := p.free - r.Free
+			if p.stale != nil {
+				taken = 0 // since when is not known
+			}
+			p.rush.update(taken, r.Free < p.headroom, now, c.deadline)
 			p.update(r.Reading, now, c.halfLife)
 		}
 		p.reading.Health = health
@@ -126,7 +131,7 @@ func (c *controller) revokeNeeded(now time.Duration) {
 			}
 		}
 		need := PeerNeed{
-			Space: p.space, Free: p.free, Draining: p.draining, Headroom: p.headroom, Unhealthy: p.health != nil,
+			Space: p.space, Free: p.free, Draining: p.draining, Headroom: p.wanted(), Unhealthy: p.health != nil,
 			Evacuate: p.withdrawn || c.policy.Evacuate(p.state(c.reader)), AboveShare: p.aboveShare(now),
 		}
 		if !need.mustRevoke() {
@@ -187,11 +192,25 @@ func (c *controller) reclaim(p *peer, bytes int64, now, within time.Duration) (*
 			}
 		}
 	}
-	for _, v := range toRelease(there, missing-p.draining) {
+	release := func(v SlabState, l *revocation, within time.Duration) {
 		i := slices.IndexFunc(p.slabs, func(s *slab) bool { return s.id == v.ID })
+		l.slab = p.slabs[i]
+		c.startRelease(l, now, within)
+	}
+	for _, v := range toRelease(there, missing-p.draining) {
 		cl.planned += v.Bytes
 		cl.remaining++
-		c.startRelease(&revocation{slab: p.slabs[i], reason: ReasonExternal, requests: []*reclaimRequest{cl}}, now, within)
+		release(v, &revocation{reason: ReasonExternal, requests: []*reclaimRequest{cl}}, within)
+	}
+	if missing > 0 {
+		// The process will take all of it. The headroom is then missing, too: it is released now, so that
+		// it need not wait for one release after the other. The request does not wait for it.
+		there = slices.DeleteFunc(there, func(s SlabState) bool {
+			return slices.ContainsFunc(p.slabs, func(t *slab) bool { return t.id == s.ID && t.draining != nil })
+		})
+		for _, v := range toRelease(there, missing+p.wanted()-p.draining) {
+			release(v, &revocation{reason: ReasonPressure}, c.deadline)
+		}
 	}
 	p.cooldown = max(p.cooldown, now+c.cooldown)
 	return cl, nil
@@ -267,6 +286,15 @@ func (l *revocation) info(now time.Duration) RevocationInfo {
 
 // pending is the number of frees and revocations in progress.
 func (c *controller) pending() int { return len(c.freeing) + len(c.draining) }
+
+// pause is the time until the next tick: a tenth of interval while memory drains, or where another
+// process has just taken more than leaves the headroom, and so may take more.
+func (c *controller) pause(now, interval time.Duration) time.Duration {
+	if c.pending() > 0 || slices.ContainsFunc(c.peers, func(p *peer) bool { return now < p.rush.until }) {
+		return max(interval/10, time.Microsecond)
+	}
+	return interval
+}
 
 // undrained lists the handles that step needs to know drained or not; those of a slab by
 // offset.

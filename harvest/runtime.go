@@ -337,13 +337,12 @@ func (r *Runtime) Start() error {
 		return errors.New("harvest: start: already started or closed")
 	}
 	r.stop = r.o.Machine.Loop(0, func(now time.Duration) time.Duration {
-		switch pending, err := r.Tick(now); {
-		case err != nil:
+		if _, err := r.Tick(now); err != nil {
 			return -1 // closed
-		case pending > 0:
-			return max(r.o.Interval/10, time.Microsecond)
 		}
-		return r.o.Interval
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		return r.control.pause(r.clock.now(), r.o.Interval)
 	})
 	return nil
 }

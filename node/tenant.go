@@ -10,7 +10,7 @@ import (
 
 // Tenant is another user of an emulated peer's memory, as a measurement plays one. Where more is to be
 // held than is free it asks for borrowed memory, as a job with `moeserve reclaim` in its prologue does.
-// One goroutine uses it, between steps.
+// One goroutine at a time uses it, on a virtual clock between steps.
 type Tenant struct {
 	player *tenants.Player
 	peer   device.Space

@@ -536,6 +536,7 @@ var fieldDocs = map[string]string{
 	"Change.free_bytes":      "free on the peer when the step began",
 	"got_s":                  "time until the tenant held it; null: not before the next step",
 	"restored_s":             "time until the headroom was free again, or nothing borrowed any more; null: not before the next step",
+	"short_s":                "longest time for which less than the headroom was free, until it was restored",
 	"call_s":                 "time of the tenant's own call, where the tenant is a process; else 0",
 	"Change.refused":         "true: the tenant got nothing",
 	"released_slabs":         "slabs of borrowed memory released because others needed it",

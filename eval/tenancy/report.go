@@ -18,7 +18,7 @@ func WriteTable(out io.Writer, r *Result) error {
 		return err
 	}
 	w := tabwriter.NewWriter(out, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintf(w, "at s\ttenant holds\t\tfree before\tgot after s\tits call s\theadroom free after s\tdecode tok/s\tof quiet\t\n")
+	fmt.Fprintf(w, "at s\ttenant holds\t\tfree before\tgot after s\tits call s\theadroom free after s\tmissing for s\tdecode tok/s\tof quiet\t\n")
 	for i, c := range r.Changes {
 		until := 0.0
 		if i+1 < len(r.Changes) {
@@ -33,8 +33,8 @@ func WriteTable(out io.Writer, r *Result) error {
 		if c.Refused {
 			got = "refused"
 		}
-		fmt.Fprintf(w, "%.3f\t%s\t%s\t%s\t%s\t%s\t%s\t%.4g\t%.0f %%\t\n",
-			c.Seconds, c.Step, eval.Size(c.Bytes), eval.Size(c.FreeBytes), got, call, text(c.RestoredSeconds), rate, 100*rate/r.QuietTokS)
+		fmt.Fprintf(w, "%.3f\t%s\t%s\t%s\t%s\t%s\t%s\t%.3f\t%.4g\t%.0f %%\t\n",
+			c.Seconds, c.Step, eval.Size(c.Bytes), eval.Size(c.FreeBytes), got, call, text(c.RestoredSeconds), c.ShortSeconds, rate, 100*rate/r.QuietTokS)
 	}
 	if err := w.Flush(); err != nil {
 		return err
@@ -93,11 +93,13 @@ type Target struct {
 	Met  bool
 }
 
-// Targets of a result: slabs released within the deadline, memory that the tenant gets, tokens unchanged,
-// and what its work loses.
+// Targets of a result: slabs released within the deadline, memory that the tenant gets, the headroom restored
+// within the deadline (but on a virtual clock, where nothing happens in steps), tokens unchanged, and what its
+// work loses.
 func (r *Result) Targets() []Target {
-	got := 0
+	got, short := 0, 0.0
 	for _, c := range r.Changes {
+		short = max(short, c.ShortSeconds)
 		if c.GotSeconds != nil && c.RestoredSeconds != nil {
 			got++
 		}
@@ -105,6 +107,9 @@ func (r *Result) Targets() []Target {
 	all := []Target{
 		{fmt.Sprintf("%d of %d slabs released after the deadline of %g s", r.LateSlabs, r.ReleasedSlabs, r.DeadlineSeconds), r.LateSlabs == 0},
 		{fmt.Sprintf("in %d of %d steps the tenant got its memory and the headroom was free again before the next", got, len(r.Changes)), got == len(r.Changes)},
+	}
+	if r.Emulation == nil || r.Emulation.Rates != eval.RatesVirtual {
+		all = append(all, Target{fmt.Sprintf("less than the headroom was free for at most %.3f s, and may be for %g s", short, r.DeadlineSeconds), short <= r.DeadlineSeconds})
 	}
 	if r.TokensSHA256 != "" {
 		all = append(all, Target{fmt.Sprintf("the same tokens in %d passes", r.Passes), r.Passes > 1})

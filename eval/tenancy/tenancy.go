@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync"
 	"time"
 
 	"github.com/moeserve/moeserve/eval"
@@ -36,6 +37,9 @@ type Node interface {
 	Released() []Release
 	// Borrowing describes what is borrowed how.
 	Borrowing() Borrowing
+	// Watch calls f beside steps, each time after the pause that f returned, until stop, which waits for a
+	// call in progress. It is not called on a virtual clock, which stands still but in steps.
+	Watch(f func(now time.Duration) time.Duration) (stop func())
 }
 
 // Borrowing describes a node's loans. It has a JSON form.
@@ -52,7 +56,7 @@ type Borrowing struct {
 // ErrNoWork: a tenant that is played computes nothing.
 var ErrNoWork = errors.New("the tenant does no work of its own")
 
-// Tenant is another user of the peer's memory.
+// Tenant is another user of the peer's memory. One goroutine at a time uses it.
 type Tenant interface {
 	// Hold asks for so many bytes in all.
 	Hold(bytes int64) error
@@ -100,10 +104,12 @@ type Change struct {
 	// FreeBytes is what was free when it began.
 	FreeBytes int64 `json:"free_bytes"`
 	// GotSeconds is when the tenant held all of it, and RestoredSeconds when the headroom was free again, or
-	// nothing is borrowed any more; both from its beginning, and seen before the next decode step; null: not
-	// before the next change.
+	// nothing is borrowed any more; both from its beginning, and seen within lookEvery, on a virtual clock
+	// before the next decode step; null: not before the next change.
 	GotSeconds      *float64 `json:"got_s"`
 	RestoredSeconds *float64 `json:"restored_s"`
+	// ShortSeconds is the longest time for which less than the headroom was free, until it was restored.
+	ShortSeconds float64 `json:"short_s"`
 	// CallSeconds is how long the tenant's own call took, where it says so; Refused: it got nothing.
 	CallSeconds float64 `json:"call_s"`
 	Refused     bool    `json:"refused"`
@@ -160,10 +166,15 @@ type run struct {
 	batch  eval.Batch
 	at     int // the position that is decoded next
 	digest [32]byte
-	first  bool  // the first pass is not over
+	first  bool // the first pass is not over
+
+	mu     sync.Mutex // guards what follows, the tenant and the changes of r
+	began  time.Duration
+	failed error // of watch
 	held   int64 // by the tenant, once it has got it
 	peer   Memory
-	seen   time.Duration // when peer was read
+	seen   time.Duration  // when peer was read
+	short  *time.Duration // since when less than the headroom is free
 }
 
 // Measure measures, and adds what is done to r, also where it returns an error.
@@ -262,33 +273,31 @@ func (m *run) step(ctx context.Context) error {
 // changes lets the tenant take and give, and decodes meanwhile.
 func (m *run) changes(ctx context.Context) (err error) {
 	node, total := m.o.Node, m.o.Every*time.Duration(len(m.o.Steps))
-	began := node.Now()
-	bucket, bucketBegan, tokens := total/time.Duration(m.o.Samples), began, 0
+	m.began = node.Now()
+	if e := m.r.Emulation; e == nil || e.Rates != eval.RatesVirtual {
+		defer node.Watch(m.watch)()
+	}
+	bucket, bucketBegan, tokens := total/time.Duration(m.o.Samples), m.began, 0
 	next := 0
 	for {
-		now := node.Now() - began
+		now := node.Now() - m.began
 		due := next < len(m.o.Steps) && now >= m.o.Every*time.Duration(next)
-		if err := m.look(due); err != nil {
+		if err := m.between(due, now); err != nil {
 			return err
 		}
 		if due {
-			if err := m.change(&m.o.Steps[next], now); err != nil {
-				return err
-			}
 			if next++; m.o.Progress != nil {
 				m.o.Progress(int64(next), int64(len(m.o.Steps)))
 			}
 		}
-		if err := m.follow(now); err != nil {
-			return err
-		}
 		if took := node.Now() - bucketBegan; tokens > 0 && took >= bucket || now >= total {
-			if err := m.look(true); err != nil {
+			peer, err := m.look(true)
+			if err != nil {
 				return err
 			}
 			if tokens > 0 && took > 0 {
 				m.r.Samples = append(m.r.Samples, Sample{
-					Seconds: now.Seconds(), DecodeTokS: float64(tokens) / took.Seconds(), OthersBytes: m.peer.Others, BorrowedBytes: m.peer.Borrowed, FreeBytes: m.peer.Free,
+					Seconds: now.Seconds(), DecodeTokS: float64(tokens) / took.Seconds(), OthersBytes: peer.Others, BorrowedBytes: peer.Borrowed, FreeBytes: peer.Free,
 				})
 			}
 			tokens, bucketBegan = 0, node.Now()
@@ -303,11 +312,49 @@ func (m *run) changes(ctx context.Context) (err error) {
 	}
 }
 
-// lookEvery is the least time between two readings of the peer's memory, which the driver takes time for.
+// between follows the latest change of the tenant, and begins the next one where it is due.
+func (m *run) between(due bool, now time.Duration) error {
+	if due {
+		if _, err := m.look(true); err != nil {
+			return err
+		}
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.failed != nil {
+		return m.failed
+	}
+	if due {
+		if err := m.change(&m.o.Steps[len(m.r.Changes)], now); err != nil {
+			return err
+		}
+	}
+	return m.follow(now)
+}
+
+// watch follows the latest change beside decode steps, which may take longer than what it leads to.
+func (m *run) watch(now time.Duration) time.Duration {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.failed == nil {
+		m.failed = m.follow(now - m.began)
+	}
+	return lookEvery
+}
+
+// lookEvery is the least time between two readings of the peer's memory, which the driver takes time for, but
+// where something has just changed.
 const lookEvery = 2 * time.Millisecond
 
 // look reads the peer's memory, where the last reading is old or now is set.
-func (m *run) look(now bool) (err error) {
+func (m *run) look(now bool) (Memory, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	err := m.lookLocked(now)
+	return m.peer, err
+}
+
+func (m *run) lookLocked(now bool) (err error) {
 	if at := m.o.Node.Now(); now || at-m.seen >= lookEvery {
 		m.seen = at
 		m.peer, err = m.o.Node.Peer()
@@ -315,40 +362,53 @@ func (m *run) look(now bool) (err error) {
 	return err
 }
 
-// change begins a step of the tenant.
+// change begins a step of the tenant. mu is held.
 func (m *run) change(s *Step, now time.Duration) error {
 	bytes := s.bytes(&m.peer, m.held)
 	if err := m.o.Tenant.Hold(bytes); err != nil {
 		return err
 	}
 	m.r.Changes = append(m.r.Changes, Change{Seconds: now.Seconds(), Step: s.Text, Bytes: bytes, FreeBytes: m.peer.Free})
+	m.short = nil
 	return nil
 }
 
-// follow looks whether the latest change is done, and the headroom restored.
+// follow looks whether the latest change is done, and the headroom restored. mu is held.
 func (m *run) follow(now time.Duration) error {
 	if len(m.r.Changes) == 0 {
 		return nil
 	}
 	c := &m.r.Changes[len(m.r.Changes)-1]
+	if c.RestoredSeconds != nil {
+		return nil
+	}
 	since := now.Seconds() - c.Seconds
+	done := false
 	if c.GotSeconds == nil && !c.Refused {
-		done, took, refused, err := m.o.Tenant.Advance()
-		if err != nil {
+		var took time.Duration
+		var err error
+		if done, took, c.Refused, err = m.o.Tenant.Advance(); err != nil {
 			return err
 		}
-		if c.Refused = refused; done {
-			if err := m.look(true); err != nil {
-				return err
-			}
+		if done {
 			m.held, c.GotSeconds, c.CallSeconds = c.Bytes, &since, took.Seconds()
 		}
 	}
-	if c.GotSeconds == nil || c.RestoredSeconds != nil {
-		return nil
+	if err := m.lookLocked(done); err != nil {
+		return err
 	}
-	if m.peer.Free >= m.peer.Headroom || m.peer.Borrowed == 0 {
-		c.RestoredSeconds = &since
+	short := m.peer.Free < m.peer.Headroom && m.peer.Borrowed > 0
+	if short && m.short == nil {
+		m.short = &now
+	}
+	if m.short != nil {
+		c.ShortSeconds = max(c.ShortSeconds, (now - *m.short).Seconds())
+	}
+	if !short {
+		m.short = nil
+		if c.GotSeconds != nil {
+			c.RestoredSeconds = &since
+		}
 	}
 	return nil
 }

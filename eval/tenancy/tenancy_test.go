@@ -51,10 +51,17 @@ type machine struct {
 	works      bool
 	released   []tenancy.Release
 	closed     int
+	// paced: the clock is none of steps, and what the engine releases is released 30 ms into the step.
+	paced bool
+	watch func(now time.Duration) time.Duration
 }
 
 func (m *machine) Info() eval.Info {
-	return eval.Info{Model: "fake", DType: "bfloat16", KeepsData: true, Machine: eval.Machine{Device: "fake", Emulated: true, Emulation: &eval.Emulation{Rates: eval.RatesVirtual}}}
+	rates := eval.RatesVirtual
+	if m.paced {
+		rates = eval.RatesPaced
+	}
+	return eval.Info{Model: "fake", DType: "bfloat16", KeepsData: true, Machine: eval.Machine{Device: "fake", Emulated: true, Emulation: &eval.Emulation{Rates: rates}}}
 }
 
 func (m *machine) Batch(prompts [][]int32, newTokens int) (eval.Batch, error) {
@@ -82,6 +89,20 @@ func (m *machine) Borrowing() tenancy.Borrowing {
 }
 func (m *machine) Close() {}
 
+func (m *machine) Watch(f func(now time.Duration) time.Duration) (stop func()) {
+	m.watch = f
+	return func() { m.watch = nil }
+}
+
+// pass lets time pass within a step.
+func (m *machine) pass(d time.Duration) {
+	for end := m.now + d; m.now < end; m.now += time.Millisecond {
+		if m.watch != nil {
+			m.watch(m.now)
+		}
+	}
+}
+
 func (m *machine) Decode(_ context.Context, from, to int) error {
 	for at := from; at < to; at++ {
 		for i := range m.sampled {
@@ -90,15 +111,18 @@ func (m *machine) Decode(_ context.Context, from, to int) error {
 				m.sampled[i][at]++
 			}
 		}
-		m.now += time.Second
+		rest := 970 * time.Millisecond
 		if m.borrowed == 0 {
-			m.now += time.Second
+			rest += time.Second
 		}
-		if lacks := m.want + m.borrowed + 10 - 100; lacks > 0 && m.borrowed > 0 && m.waits > 0 {
+		m.pass(30 * time.Millisecond)
+		release := m.waits > 0 || m.paced
+		if lacks := m.want + m.borrowed + 10 - 100; lacks > 0 && m.borrowed > 0 && release {
 			take := min(lacks, m.borrowed)
 			m.borrowed -= take
 			m.released = append(m.released, tenancy.Release{Bytes: take, Took: 50 * time.Millisecond})
 		}
+		m.pass(rest)
 		m.waits++
 	}
 	return nil
@@ -213,6 +237,33 @@ func TestMeasure(t *testing.T) {
 	}
 	if err := tenancy.Plot(&svg, "gif", r); !errors.Is(err, eval.ErrInput) {
 		t.Error(err)
+	}
+}
+
+// What happens within a decode step of a second is seen when it happens, but on a virtual clock.
+func TestWithinSteps(t *testing.T) {
+	r, err := measure(t, &machine{paced: true}, "20%,35%,free+30%,0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ms := func(s *float64) int { return int(1e3**s + 0.5) }
+	var got [][3]int
+	for _, c := range r.Changes {
+		if c.GotSeconds == nil || c.RestoredSeconds == nil {
+			t.Fatalf("%+v", c)
+		}
+		got = append(got, [3]int{ms(c.GotSeconds), ms(c.RestoredSeconds), ms(&c.ShortSeconds)})
+	}
+	// 20 and 35 of 40 are free at once; the headroom is missing then. 30 more are released at once.
+	if want := [][3]int{{0, 0, 0}, {0, 30, 30}, {30, 30, 0}, {0, 0, 0}}; !slices.Equal(got, want) {
+		t.Errorf("%v, want %v", got, want)
+	}
+	if x := r.Targets()[2]; !x.Met || !strings.Contains(x.What, "at most 0.030 s, and may be for 0.1 s") {
+		t.Errorf("%+v", x)
+	}
+	r.Changes[1].ShortSeconds = 0.2
+	if x := r.Targets()[2]; x.Met {
+		t.Errorf("%+v", x)
 	}
 }
 

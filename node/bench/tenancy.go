@@ -83,6 +83,11 @@ func (b *Borrower) Borrowing() tenancy.Borrowing {
 	}
 }
 
+// Watch implements tenancy.Node.
+func (b *Borrower) Watch(f func(now time.Duration) time.Duration) (stop func()) {
+	return b.n.Machine().Loop(0, f)
+}
+
 // Tenant is one that is played on emulated devices. Its caller closes it before the node.
 func (b *Borrower) Tenant() (*Tenant, error) {
 	t, err := b.n.OpenTenant(b.n.Observe().Harvest().Peers[0].Space)

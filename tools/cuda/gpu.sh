@@ -102,7 +102,8 @@
 #   harvest       two GPUs, PyTorch, about 5 minutes (estimate): Mixtral with half of its experts on the second GPU, while a PyTorch process takes
 #                 memory there in steps (bench harvest): throughput over time, memory released in time, equal tokens, and what that process's
 #                 work loses: 324 sequences, and 8 with experts copied and read in place. HARVEST are cells SEQUENCES:ACCESS (default:
-#                 324:copy 8:copy 8:direct), HARVEST_MODEL, HARVEST_STEPS and HARVEST_EVERY others of its arguments
+#                 324:copy 8:copy 8:direct), HARVEST_MODEL, HARVEST_STEPS and HARVEST_EVERY others of its arguments,
+#                 HARVEST_TENANT those of tools/cuda/tenant.py (--piece 2: it allocates 2 GiB at a time)
 #   eight         two to eight GPUs, under nine minutes on eight (estimate): what several links and several peers give (links and
 #                 multipath, with fewer parts and rounds; sleep and wake of Mixtral over all links), and Mixtral with half of its experts
 #                 on all other GPUs, of which one is taken back every second (moeserve reclaim): throughput, equal tokens. EIGHT is the
@@ -496,7 +497,7 @@ run() {
       harvest)
         mkdir -p "$work/harvest" "$work/run"
         chmod 700 "$work/run"
-        tenant="exec env LD_PRELOAD=$work/reclaim.so MOESERVE_RUNTIME_DIR=$work/run MOESERVE_RECLAIM_DEADLINE_MS=500 CUDA_VISIBLE_DEVICES=1 python3 -u $root/tools/cuda/tenant.py"
+        tenant="exec env LD_PRELOAD=$work/reclaim.so MOESERVE_RUNTIME_DIR=$work/run MOESERVE_RECLAIM_DEADLINE_MS=500 CUDA_VISIBLE_DEVICES=1 python3 -u $root/tools/cuda/tenant.py ${HARVEST_TENANT:-}"
         [ -z "${EMULATE:-}" ] || tenant=
         for cell in ${HARVEST:-324:copy 8:copy 8:direct}; do
           name=harvest-${cell/:/-}

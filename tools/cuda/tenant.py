@@ -4,7 +4,7 @@
     CUDA_VISIBLE_DEVICES=1 LD_PRELOAD=libmoeserve-reclaim.so python3 tools/cuda/tenant.py
 
 Answers requests on standard input, a JSON object on a line each (eval/tenancy/process.go has the protocol). "hold" is so many
-bytes in all, in allocations of one call each; without the preloaded library one that is larger than what is free is
+bytes in all, in one allocation, or with --piece GIB in some of so many GiB; without the preloaded library one larger than what is free is
 refused. "work" is computed for some seconds: "bf16 product", GEMMs of 8192 x 8192 x 8192 in operations per second, or "HBM
 loop", copies of 1 GiB within the GPU's memory, in bytes read and written per second. Needs PyTorch; with --host it
 holds host memory and computes with Python, which tries the protocol without a GPU.
@@ -74,8 +74,9 @@ class Host:
 
 
 class Tenant:
-    def __init__(self, device):
+    def __init__(self, device, piece=0):
         self.device = device
+        self.piece = piece  # bytes; 0: no limit
         self.blocks = []  # (bytes, memory), the latest last
 
     def held(self):
@@ -87,12 +88,16 @@ class Tenant:
         while self.held() > n:
             self.blocks.pop()
         self.device.freed()
-        if (missing := n - self.held()) > 0:
+        before = len(self.blocks)
+        while not refused and (missing := n - self.held()) > 0:
+            missing = min(missing, self.piece or missing)
             try:
                 self.blocks.append((missing, self.device.take(missing)))
             except MemoryError as e:
                 print(f"tenant: refused: {e}", file=sys.stderr, flush=True)
                 refused = True
+                del self.blocks[before:]  # all or nothing
+                self.device.freed()
         return {"held": self.held(), "refused": refused, "ms": 1e3 * (time.perf_counter() - begin)}
 
     def compute(self, kind, seconds):
@@ -113,7 +118,9 @@ class Tenant:
 
 
 def main():
-    tenant = Tenant(Host() if "--host" in sys.argv[1:] else Gpu())
+    given = sys.argv[1:]
+    piece = int(float(given[given.index("--piece") + 1]) * (1 << 30)) if "--piece" in given else 0
+    tenant = Tenant(Host() if "--host" in given else Gpu(), piece)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         try:

@@ -408,6 +408,23 @@ class Tenant(unittest.TestCase):
         self.assertEqual(p.returncode, 0)
         self.assertIn("tenant: refused", said)
 
+    def test_pieces(self):
+        """Memory in allocations of some size; one that is refused gives back those before it."""
+        sys.path.insert(0, str(HERE))
+        import tenant
+
+        t = tenant.Tenant(tenant.Host(), 30 << 20)
+        for held, pieces in ((70 << 20, 3), (20 << 20, 1), (50 << 20, 2)):
+            self.assertEqual(t.hold(held)["held"], held)
+            self.assertEqual(len(t.blocks), pieces)
+        t.device.LIMIT = 10 << 20
+        t.piece = 0
+        said = t.hold(60 << 20)
+        self.assertEqual((said["held"], said["refused"]), (60 << 20, False))
+        t.piece = 20 << 20
+        said = t.hold(75 << 20)
+        self.assertEqual((said["held"], said["refused"]), (60 << 20, True))
+
 
 if __name__ == "__main__":
     os.makedirs(HERE.parents[1] / "build", exist_ok=True)
