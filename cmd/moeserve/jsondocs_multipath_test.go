@@ -67,6 +67,7 @@ var multipathFigureDocs = map[string]string{
 	"native_s":                            "a copy over the GPU's own link without the engine, until the host sees that it has ended",
 	"engine_s":                            "the same copy by the engine",
 	"native_device_s":                     "a copy without the engine, until work of the GPU that waits for it goes on",
+	"native_second_stream_s":              "a copy without the engine, until a second stream of the GPU goes on that waits for it by an event of the driver",
 	"engine_device_s":                     "the same copy by the engine",
 	"gpu_count":                           "GPUs whose links the copy uses",
 	"static_bytes_per_s":                  "static round-robin split of the copy over the same links",

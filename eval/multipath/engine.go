@@ -180,6 +180,45 @@ func (r *rig) native(ctx context.Context, d Direction, dst, src device.Region) (
 	return took, err
 }
 
+// waited makes a copy as native does, and returns the time until a second stream of the GPU goes on, which
+// waits for it by an event of the driver.
+func (r *rig) waited(ctx context.Context, d Direction, dst, src device.Region) (time.Duration, error) {
+	s, err := r.stream(r.o.GPU, "native "+string(d))
+	if err != nil {
+		return 0, err
+	}
+	second, err := r.stream(r.o.GPU, "native consumer")
+	if err != nil {
+		return 0, err
+	}
+	copied, err := r.event(0)
+	if err != nil {
+		return 0, err
+	}
+	ended, err := r.timed(nativeMark)
+	if err != nil {
+		return 0, err
+	}
+	began := r.o.Machine.Now()
+	if err := s.Copy(dst.Range, src.Range); err != nil {
+		return 0, err
+	}
+	if err := s.Record(copied); err != nil {
+		return 0, err
+	}
+	if err := second.Wait(copied); err != nil {
+		return 0, err
+	}
+	if err := second.Record(ended); err != nil {
+		return 0, err
+	}
+	if err := second.Synchronize(ctx); err != nil {
+		return 0, err
+	}
+	at, err := ended.Time()
+	return max(at-began, 1), err
+}
+
 // with opens an engine for f alone.
 func (r *rig) with(gpu device.Space, t tuning, f func(*engine) error) error {
 	e, err := r.engine(gpu, 0, t)

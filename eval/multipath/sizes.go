@@ -45,6 +45,9 @@ type SizePoint struct {
 	// Until work of the GPU that waits for the copy goes on.
 	NativeDevice float64 `json:"native_device_s"`
 	EngineDevice float64 `json:"engine_device_s"`
+	// Until a second stream goes on that waits for the native copy by an event of the driver. Work that
+	// waits for the engine's is on another stream than the copy, too.
+	WaitedDevice float64 `json:"native_second_stream_s"`
 }
 
 // gain is how many times as fast as the native copy the engine is.
@@ -89,6 +92,7 @@ func (r *rig) bySize(ctx context.Context, part Part, directions []Direction, siz
 	for i := range points {
 		p, m := &points[i], cells[i].medians()
 		p.Native, p.NativeDevice, p.Engine, p.EngineDevice = m[0], m[1], m[2], m[3]
+		p.WaitedDevice = m[4]
 	}
 	return points, nil
 }
@@ -96,7 +100,7 @@ func (r *rig) bySize(ctx context.Context, part Part, directions []Direction, siz
 // singles are the medians of some native copies and some of the engine's, in turn, in seconds.
 func (r *rig) singles(ctx context.Context, e *engine, d Direction, n int64) ([]float64, error) {
 	dst, src := r.ends(d, n)
-	all := make([][]float64, 4)
+	all := make([][]float64, 5)
 	for range min(max(singleBytes/n, 1), maxSingles) {
 		native, err := r.native(ctx, d, dst, src)
 		if err != nil {
@@ -106,7 +110,11 @@ func (r *rig) singles(ctx context.Context, e *engine, d Direction, n int64) ([]f
 		if err != nil {
 			return nil, err
 		}
-		for i, t := range []time.Duration{native.host, native.device, engined.host, engined.device} {
+		waited, err := r.waited(ctx, d, dst, src)
+		if err != nil {
+			return nil, err
+		}
+		for i, t := range []time.Duration{native.host, native.device, engined.host, engined.device, waited} {
 			all[i] = append(all[i], t.Seconds())
 		}
 	}
@@ -132,11 +140,11 @@ func of(points []SizePoint, d Direction) []SizePoint {
 
 func sizeTable(b *strings.Builder, points []SizePoint) {
 	w := tabwriter.NewWriter(b, 0, 0, 2, ' ', tabwriter.AlignRight)
-	fmt.Fprintln(w, "size\tnative µs\tGB/s\tengine µs\tGB/s\tgain\tuntil the GPU goes on: native µs\tengine µs\tadded\t")
+	fmt.Fprintln(w, "size\tnative µs\tGB/s\tengine µs\tGB/s\tgain\tuntil the GPU goes on: native µs\tin a second stream µs\tengine µs\tadded\t")
 	for _, p := range points {
 		n := float64(p.Bytes)
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%.2f\t%s\t%s\t%s\t\n", size(p.Bytes), micros(p.Native), gb(n/p.Native), micros(p.Engine), gb(n/p.Engine), p.gain(),
-			micros(p.NativeDevice), micros(p.EngineDevice), micros(p.added()))
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%.2f\t%s\t%s\t%s\t%s\t\n", size(p.Bytes), micros(p.Native), gb(n/p.Native), micros(p.Engine), gb(n/p.Engine), p.gain(),
+			micros(p.NativeDevice), micros(p.WaitedDevice), micros(p.EngineDevice), micros(p.added()))
 	}
 	w.Flush() //nolint:errcheck // writing to memory does not fail
 	b.WriteString("\n")
