@@ -348,6 +348,24 @@ func TestBenchPrefix(t *testing.T) {
 	if len(r.TTFT) != 4 {
 		t.Errorf("%+v", r)
 	}
+	// Half of the experts on a peer are hidden behind a prompt, as in host memory over so slow a link they are
+	// not, and the less the more steps there are. A length that is named twice is measured twice.
+	whole := func(args ...string) float64 {
+		t.Helper()
+		r := measure(append([]string{"--lengths", "160,160", "--places", "nowhere", "--emulate", "virtual,hbm=256MiB,host=2GiB,flops=1G,bw=100MB/s,pcie=0.2MB/s,nvlink=395MB/s"}, args...)...)
+		if len(r.TTFT) != 2 || r.TTFT[0].PrefixTokens != 160 || !(r.TTFT[1].Seconds > 0) || r.TTFT[1].CachedTokens != 0 {
+			t.Fatalf("%q: %+v", args, r.TTFT)
+		}
+		return r.TTFT[1].Seconds
+	}
+	resident, peer, host := whole(), whole("--offload-fraction", "0.5", "--offload-tier", "peer"), whole("--offload-fraction", "0.5", "--offload-tier", "host")
+	if steps := whole("--offload-fraction", "0.5", "--offload-tier", "host", "--max-num-batched-tokens", "64"); !(peer < 1.02*resident && host > 2*resident && steps > 2*host) {
+		t.Errorf("resident %g s, peer %g, host %g, in steps of 64 tokens %g", resident, peer, host, steps)
+	}
+	// On a virtual clock without rates nothing takes time, and nothing is faster.
+	if r = measure("--lengths", "16", "--places", "nowhere", "--emulate", "virtual,hbm=256MiB"); len(r.TTFT) != 1 || r.TTFT[0].Seconds != 0 || r.TTFT[0].Speedup != 0 {
+		t.Errorf("%+v", r.TTFT)
+	}
 	if racedetector.Enabled {
 		return // the rest runs alike
 	}

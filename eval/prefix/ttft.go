@@ -131,7 +131,9 @@ func (m *ttft) compare() {
 	}
 	for i := range m.r.TTFT {
 		x := &m.r.TTFT[i]
-		x.Speedup = nowhere[x.PrefixTokens] / x.Seconds
+		if x.Seconds > 0 { // as on a virtual clock without rates it is not
+			x.Speedup = nowhere[x.PrefixTokens] / x.Seconds
+		}
 	}
 }
 

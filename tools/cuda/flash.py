@@ -15,6 +15,8 @@ import sys
 
 # Heads of Q, KV heads; sequences, tokens of the step, context of each.
 MODELS = {"mixtral-8x7b": (32, 8), "qwen3-30b-a3b": (32, 4)}
+# Models whose attention has the shape of another's: longrope, where they have it, is applied before.
+ALIKE = {"phi-3.5-moe": "mixtral-8x7b"}
 K = 1024
 PROMPTS = [(1, n, n) for n in (4 * K, 16 * K, 32 * K, 128 * K)] + [(1, 8 * K, n) for n in (32 * K, 128 * K)]
 DECODES = [(s, 1, n) for n in (32 * K, 128 * K) for s in (1, 8, 32)]
@@ -107,7 +109,11 @@ def table(ours, theirs):
     others = {}
     for r in flash:
         others.setdefault(key(r), {})[r["kernel"]] = r
-    print(f"Reading memory: {mine['read_bytes_per_s'] / 1e12:.2f} TB/s; a prompt's rates are in TFLOP/s, a decode step's in TB/s.\n")
+    print(f"Reading memory: {mine['read_bytes_per_s'] / 1e12:.2f} TB/s; a prompt's rates are in TFLOP/s, a decode step's in TB/s.")
+    for model, measured in ALIKE.items():
+        heads, kv_heads = MODELS[measured]
+        print(f"{model} has the attention of {measured}, {heads} heads of {HEAD} and {kv_heads} of keys and values: its rows are those.")
+    print()
     rows = [["model", "sequences", "new tokens", "context", "kernel", "ms", "rate", "FA3", "FA3 paged", "share of FA3", "share of reading"]]
     for r in mine["results"]:
         rate, unit = ("bytes_per_s", 1e12) if r["tokens"] == 1 else ("flops_per_s", 1e12)

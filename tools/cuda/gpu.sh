@@ -2,7 +2,7 @@
 # All tests and measurements that need a GPU, in two halves:
 #   tools/cuda/gpu.sh build FOLDER [COMMIT]   builds and packs what has to run, without a GPU; of COMMIT what guard compares with
 #   tools/cuda/gpu.sh run FOLDER LOGS PART... runs it on a machine with a GPU and this tree, and prints a table
-# Without PART: all parts from device to sanitize, except those that name two GPUs, whole-mixtral, cpu-experts, small, beside, gaps, layout, kvcopy, prompts, latency and load. LOGS gets at most 8 files.
+# Without PART: all parts from device to sanitize, except those that name two GPUs, whole-mixtral, cpu-experts, small, beside, gaps, layout, kvcopy, prompts, prefill, latency and load. LOGS gets at most 8 files.
 #   device        device/cuda: conformance, NVML, NVRTC; experts, kvcache, pipeline and engine on it
 #   kernels       every kernel against its reference, small shapes; those for sm_80; start, cold and warm
 #   kernels-full  the same at the shapes of the models
@@ -61,6 +61,11 @@
 #                 and by a kernel; 8 GiB of each memory
 #   prompts       attention of prompts of 4K to 128K tokens, of chunks of them and of decode steps, compared with FlashAttention 3 where
 #                 vLLM is installed (flash.py; else PyTorch); 24 GiB of GPU memory
+#   prefill       the whole prefill of one prompt of 32,000 tokens (bench prefix), with all experts in GPU memory, with half of them on the
+#                 second GPU where there is one, and with half in host memory, in steps of at most 8,192 and 32,768 tokens: whole Mixtral,
+#                 on H100 of 80 GB cut to 16 layers (LAYERS; 0: all); 50 GiB of host memory. PREFILL_MODEL, PREFILL_LEN, PREFILL_TOKENS (8192 32768) and
+#                 PREFILL_TIERS (none peer host) change what is measured, PREFILL_LIMIT is the seconds of each of the six (default: 95);
+#                 LOGS/measured.tar has the results. prefill.py compares whole prompts with vLLM, without this script
 #   latency       two GPUs: what one copy of one run takes as the host sees it, by ways to learn of its end; what
 #                 small copies and kernels take beside large copies; where the time of a request goes whose prefix is in the GPU's memory
 #   kv            two GPUs: loads of KV blocks from the host and the second GPU (bench kv), copies of blocks by size, by copy
@@ -109,7 +114,7 @@
 #                 on all other GPUs, of which one is taken back every second (moeserve reclaim): throughput, equal tokens. EIGHT is the
 #                 model, EIGHT_LIMIT the seconds of each piece, EIGHT_LEN the tokens that each of its 324 sequences generates (default: 150), EIGHT_PARTS some of links, copies,
 #                 sleep and harvest; RELAYS as above (without GPUs it must be given, and EIGHT_GIB, the GiB that are to be free on each)
-#                 EMULATE, a value of --emulate, tries figures, harvest and eight without GPUs, with PAPER_FLAGS, HARVEST_FLAGS and EIGHT_FLAGS as further arguments
+#                 EMULATE, a value of --emulate, tries figures, harvest, eight and prefill without GPUs, with PAPER_FLAGS, HARVEST_FLAGS and EIGHT_FLAGS as further arguments
 #   load          loading a checkpoint of Qwen1.5-MoE's shape, written to LOAD_FOLDER (29 GB), as a share of the disk's
 #                 rate; LOAD are arguments for load.py
 # HOST_GIB is the host's memory, for machines whose system reports less. With OVERLAP=false the parts that run node's
@@ -205,7 +210,7 @@ hardware() {
   if [ -n "${HARDWARE:-}" ]; then echo "$HARDWARE"; elif [[ $gpu == *H100* ]]; then echo h100-80; else echo h200; fi
 }
 
-# devices PEERS are the flags that name what figures, harvest and eight run on; PEERS is 1 by default.
+# devices PEERS are the flags that name what figures, harvest, eight and prefill run on; PEERS is 1 by default.
 devices() {
   local peers=${1:-1}
   if [ -n "${EMULATE:-}" ]; then echo "--device cpu --peers $peers --emulate $EMULATE"; else echo "--device cuda --peers $peers --host-memory-gib $host --hardware $(hardware)"; fi
@@ -236,7 +241,7 @@ run() {
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
   for part in "$@"; do
-    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral cpu-experts tiers access multipath-tests sweep predicted guard soak reclaim preload bench small sanitize beside gaps layout kvcopy prompts latency kv kvtiers lending prefix hits fairness links host-paths sleep multipath calibrate figures harvest eight load " == *" $part "* ]] || usage
+    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral cpu-experts tiers access multipath-tests sweep predicted guard soak reclaim preload bench small sanitize beside gaps layout kvcopy prompts prefill latency kv kvtiers lending prefix hits fairness links host-paths sleep multipath calibrate figures harvest eight load " == *" $part "* ]] || usage
   done
   [ -e "$folder/bundle.tar.xz" ] || { echo "there is no $folder/bundle.tar.xz: tools/cuda/gpu.sh build makes it" >&2; exit 2; }
   xz -dc "$folder/bundle.tar.xz" | tar -xf - -C "$work" || exit 1
@@ -421,6 +426,23 @@ run() {
         limit 90 kernels/cuda prompts prompts "$work/kernels-cuda.test" -test.v -test.run 'TestMeasurePrompts$' -measure "$logs/prompts.json"
         limit 90 . prompts flash python3 "$root/tools/cuda/flash.py" run "$logs/flash.json"
         python3 "$root/tools/cuda/flash.py" table "$logs/prompts.json" "$logs/flash.json" | tee -a "$logs/table.log" ;;
+      prefill)
+        mkdir -p "$work/prefill"
+        peer=$(relays | cut -d, -f1) layers=${LAYERS:-0}
+        if [[ -z "${LAYERS:-}" && $gpu == *H100* ]]; then layers=16; fi
+        for tokens in ${PREFILL_TOKENS:-8192 32768}; do
+          for tier in ${PREFILL_TIERS:-none peer host}; do
+            [ $tier != peer ] || [ -n "$peer" ] || continue
+            offload=()
+            [ $tier = none ] || offload=(--offload-fraction 0.5 --offload-tier $tier)
+            length=${PREFILL_LEN:-32000} # the first of them warms up
+            limit "${PREFILL_LIMIT:-95}" . prefill "prefill-$tier-$tokens" "$work/moeserve" bench prefix ${PREFILL_MODEL-mixtral-8x7b --load-format dummy} \
+              --num-hidden-layers "$layers" $(devices "${peer:-auto}") --places nowhere --lengths "$length,$length,$length,$length" --max-num-batched-tokens "$tokens" \
+              --max-num-seqs 8 --gpu-memory-utilization 0.95 "${offload[@]}" --json "$work/prefill/$tier-$tokens.json"
+          done
+        done
+        python3 "$root/tools/cuda/prefill.py" offload "$work/prefill" | tee -a "$logs/table.log"
+        (cd "$work" && tar -rf "$logs/measured.tar" prefill) ;;
       latency)
         limit 90 device/cuda latency latency "$work/device-cuda.test" -test.v -test.run 'TestMeasure' -measure
         grep -E '^( *[|]|us)' "$work/said" | tee -a "$logs/table.log"

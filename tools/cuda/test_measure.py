@@ -1,4 +1,4 @@
-"""Tests of beside.py, gaps.py, guard.py and its part of gpu.sh, load.py and tenant.py as far as they go without a GPU: python3 tools/cuda/test_measure.py"""
+"""Tests of beside.py, flash.py, gaps.py, guard.py and its part of gpu.sh, load.py, prefill.py and tenant.py as far as they go without a GPU: python3 tools/cuda/test_measure.py"""
 
 import argparse
 import contextlib
@@ -13,11 +13,14 @@ import tarfile
 import tempfile
 import time
 import unittest
+import unittest.mock
 
 import beside
+import flash
 import gaps
 import guard
 import load
+import prefill
 
 HERE = pathlib.Path(__file__).resolve().parent
 RECORDED = HERE / "testdata" / "beside.jsonl"
@@ -382,6 +385,151 @@ class Load(unittest.TestCase):
             rates = load.read_rates(files)
         self.assertEqual(set(rates), set(load.THREADS))
         self.assertGreater(min(rates.values()), 0)
+
+
+class Flash(unittest.TestCase):
+    def test_shapes_of_presets(self):
+        same = {name: name for name in flash.MODELS} | flash.ALIKE
+        self.assertIn("phi-3.5-moe", same)
+        for name, measured in same.items():
+            c = prefill.config_of(name)
+            self.assertEqual((c["num_attention_heads"], c["num_key_value_heads"]), flash.MODELS[measured], name)
+            self.assertEqual(c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"], flash.HEAD, name)
+
+    def test_table(self):
+        row = dict(model="mixtral-8x7b", sequences=1, tokens=4096, context=4096, seconds=1e-3, flops_per_s=500e12, bytes_per_s=1e12)
+        with tempfile.TemporaryDirectory() as folder:
+            ours, theirs = (os.path.join(folder, name) for name in ("ours.json", "theirs.json"))
+            pathlib.Path(ours).write_text(json.dumps(dict(read_bytes_per_s=4e12, results=[row | dict(kernel="prompt.cu")])))
+            pathlib.Path(theirs).write_text(json.dumps(dict(results=[row | dict(kernel="FA3 paged", flops_per_s=400e12)])))
+            said = printed(flash.table, ours, theirs)
+        self.assertIn("phi-3.5-moe has the attention of mixtral-8x7b", said)
+        self.assertIn("| mixtral-8x7b | 1 | 4096 | 4096 | prompt.cu | 1.000 | 500.00 | - | 400.00 | 125 % | - |", said)
+
+
+# Both engines of prefill.py, played: a token takes 10 us in moeserve and 20 us in vLLM, and 0.1 s more past 4,096 tokens.
+MOESERVE = """#!/usr/bin/env python3
+import json, sys
+if sys.argv[1] == "version":
+    print("moeserve 1")
+    sys.exit()
+a = dict(zip(sys.argv[4::2], sys.argv[5::2]))
+assert a["--places"] == "nowhere" and a["--device"] == "cuda" and a["--load-format"] == "dummy", sys.argv
+if a["--num-hidden-layers"] == "99":
+    sys.exit("no such depth")
+rows = []
+for i, n in enumerate(map(int, a["--lengths"].split(","))):
+    t = (n + 1) * 1e-5 if a["--max-num-batched-tokens"] == "8192" else (n + 1) * 0.9e-5
+    rows.append({"prefix_tokens": n, "ttft_s": t, "decode_step_s": 0.001 + (0.1 / 7 if n + 1 <= 4096 < n + 8 else 0)})
+rows[0]["ttft_s"] = 1000.0
+json.dump({"device": "a GPU", "model": sys.argv[3], "prefix_ttft": rows}, open(a["--json"], "w"))
+"""
+TORCH = """
+__version__ = "2"
+class cuda:
+    synchronize = empty_cache = staticmethod(lambda: None)
+    get_device_name = staticmethod(lambda i: "a GPU")
+    mem_get_info = staticmethod(lambda: (1 << 30, 3 << 30))
+"""
+VLLM_PLAYED = """
+import json, os, time, types
+__version__ = "0.26"
+print("what vLLM says")
+class SamplingParams:
+    def __init__(self, **k): assert k["max_tokens"] == 1
+class LLM:
+    def __init__(self, **k):
+        c = json.load(open(k["model"] + "/config.json"))
+        assert not c.get("sliding_window") and k["max_model_len"] == 32768 and not k["enable_prefix_caching"], (c, k)
+        if c["num_hidden_layers"] == 7:
+            time.sleep(60)
+        if c["num_hidden_layers"] == 6:
+            os._exit(3)
+        self.s = types.SimpleNamespace(max_num_scheduled_tokens=k["max_num_batched_tokens"], schedule=self.schedule)
+        self.llm_engine = self
+        self.engine_core = types.SimpleNamespace(engine_core=types.SimpleNamespace(scheduler=self.s))
+    def schedule(self):
+        n = min(self.left, self.s.max_num_scheduled_tokens)
+        self.left -= n
+        return types.SimpleNamespace(total_num_scheduled_tokens=n)
+    def add_request(self, name, prompt, params):
+        self.left, self.done = len(prompt["prompt_token_ids"]), False
+    def has_unfinished_requests(self): return not self.done
+    def step(self):
+        time.sleep(2e-5 * self.s.schedule().total_num_scheduled_tokens)
+        self.done = self.left == 0
+        return [types.SimpleNamespace(finished=True, outputs=[types.SimpleNamespace(token_ids=[1])])] if self.done else []
+"""
+
+
+class Prefill(unittest.TestCase):
+    def measured(self, **changed):
+        with tempfile.TemporaryDirectory() as folder:
+            where = pathlib.Path(folder)
+            (where / "moeserve").write_text(MOESERVE)
+            (where / "moeserve").chmod(0o755)
+            for name, text in (("torch", TORCH), ("vllm", VLLM_PLAYED)):
+                (where / name).mkdir()
+                (where / name / "__init__.py").write_text(text)
+            o = dict(moeserve=str(where / "moeserve"), out=str(where / "out" / "out.json"), models="mixtral-8x7b:8,phi-3.5-moe:8", length=32000, batched_tokens="8192,32768",
+                     rounds=2, repetitions=1, budget=100, start_limit=20, limit=20, flags="--device cuda", vllm="{}", without_vllm=False) | changed
+            code = None
+
+            def run():
+                nonlocal code
+                code = prefill.measure(argparse.Namespace(**o))
+
+            with unittest.mock.patch.dict(os.environ, {"PYTHONPATH": folder}):
+                said = printed(run)
+            return code, said, json.loads(pathlib.Path(o["out"]).read_text())
+
+    def test_both(self):
+        code, said, record = self.measured()
+        self.assertEqual((code, record["failed"], record["vllm"], record["moeserve"]), (0, [], "0.26", "moeserve 1"), said)
+        rows = {(r["model"], r["engine"], r["batched_tokens"], r["name"]): r for r in record["results"]}
+        self.assertEqual(len(rows), 2 * 2 * 2 + 3 + 2, said)
+        for r in rows.values():
+            self.assertEqual(len(r["seconds"]), 2)
+        self.assertEqual(rows["mixtral-8x7b", "moeserve", 8192, "long"]["seconds"], [0.32001] * 2)
+        self.assertAlmostEqual(rows["mixtral-8x7b", "vLLM", 8192, "long"]["seconds"][0], 0.64, delta=0.2)
+        self.assertEqual([rows["phi-3.5-moe", "moeserve", 8192, k]["prompt_tokens"] for k in ("short factors", "grows past", "long factors")], [4033, 4091, 4161])
+        lines = said.splitlines()
+        for want in ("| mixtral-8x7b | 8 | 32,001 | 8,192 | 320.0 | 0.0 % | ", "| mixtral-8x7b | 8 | 32,001 | the best | 288.0 |", "| phi-3.5-moe | 8 | 4,161, long factors | 8,192 | 41.6 |",
+                     "phi-3.5-moe: a sequence that grows past longrope's original maximum position is computed again with the long factors, once: 100.0 ms"):
+            self.assertTrue(any(line.startswith(want) for line in lines), (want, said))
+        # Both take the first place in turn.
+        order = [line.split(", ")[1] for line in lines if line.startswith("mixtral-8x7b, ")]
+        self.assertEqual(order, ["moeserve", "vLLM", "vLLM", "moeserve", "vLLM", "moeserve", "moeserve", "vLLM"], said)
+        self.assertIn("vLLM, steps of 8192: 32001 tokens", said)
+        self.assertIn("in 4 steps", said)
+
+    def test_failures(self):
+        began = time.time()
+        code, said, record = self.measured(models="mixtral-8x7b:6,qwen3-30b-a3b:7,mixtral-8x7b:99", start_limit=2, rounds=1)
+        self.assertEqual(code, 1)
+        for want in ("mixtral-8x7b, vLLM: did not open: it ended", "qwen3-30b-a3b, vLLM: did not open: no answer in 2 s", "exit 1: no such depth",
+                     "| qwen3-30b-a3b | 7 | 32,001 | 8,192 | 320.0 | 0.0 % | – | – | – |"):
+            self.assertIn(want, said)
+        self.assertLess(time.time() - began, 30)
+        code, said, record = self.measured(models="mixtral-8x7b:8", budget=0)
+        self.assertEqual((code, record["results"]), (1, []))
+        self.assertIn("no time left", said)
+        code, said, record = self.measured(models="mixtral-8x7b:8", without_vllm=True, rounds=1)
+        self.assertEqual((code, len(record["results"])), (0, 2), said)
+
+    def test_offload(self):
+        with tempfile.TemporaryDirectory() as folder:
+            for name, t in (("none-8192", 2.0), ("peer-8192", 2.1), ("host-8192", 3.0), ("host-32768", 1.0)):
+                rows = [dict(prefix_tokens=32000, ttft_s=x, decode_step_s=0.01) for x in (9 * t, t, t)]
+                pathlib.Path(folder, name + ".json").write_text(json.dumps(dict(device="a GPU", model="mixtral", prefix_ttft=rows)))
+            pathlib.Path(folder, "peer-32768.json").write_text("")
+            lines = printed(prefill.offload, folder).splitlines()
+        self.assertEqual(lines[2:], [
+            "| mixtral | 32,001 | 8,192 | in HBM, as all | 2000.0 | 0.0 % | 1.00 |",
+            "| mixtral | 32,001 | 8,192 | on a peer | 2100.0 | 0.0 % | 1.05 |",
+            "| mixtral | 32,001 | 8,192 | in host memory | 3000.0 | 0.0 % | 1.50 |",
+            "| mixtral | 32,001 | 32,768 | in host memory | 1000.0 | 0.0 % | – |",
+        ])
 
 
 class Tenant(unittest.TestCase):
