@@ -278,7 +278,7 @@ var Schema = []Key{
 	},
 	{
 		Name: "expert-access", Kind: String, Default: "auto", Allowed: expertAccessNames, Rare: true, Commands: onModel,
-		Help: "how steps of few tokens get at offloaded experts: copy: the selected ones are copied to the GPU, direct: kernels read them in host or peer memory, auto: the faster one, where the rates of this GPU are known",
+		Help: "how steps of few tokens get at offloaded experts: copy: the selected ones are copied to the GPU, direct: kernels read them in host or peer memory, whose release may then miss --harvest-deadline, auto: the faster one that keeps it, where the rates of this GPU are known",
 	},
 	{
 		Name: "attention", Kind: String, Default: "auto", Allowed: []string{"auto", "gpu", "cpu"}, Rare: true, Commands: onModel,

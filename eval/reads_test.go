@@ -29,7 +29,11 @@ func (c *copier) CopyBlocks(s device.Stream, x *transfer.Blocks) error {
 func TestMeasureReads(t *testing.T) {
 	for _, mapped := range []bool{true, false} {
 		// A copy reads and writes each byte, which the emulated GPU's memory does at 2 GB/s.
-		m, err := emulated.New(emulated.Options{Virtual: true, Check: true, HostNotMapped: !mapped, GPUs: []emulated.GPU{{BytesPerSecond: 2e9}, {}}})
+		o := emulated.Options{Virtual: true, Check: true, GPUs: []emulated.GPU{{BytesPerSecond: 2e9}, {}}}
+		if !mapped {
+			o.NotMapped = []device.Space{device.Host}
+		}
+		m, err := emulated.New(o)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -280,7 +280,7 @@ func TestInPlaceRefused(t *testing.T) {
 		t.Errorf("without tables: %v", err)
 	}
 	r.ok(r.end(st))
-	r = newRig(t, m, emulated.Options{Virtual: true, HostNotMapped: true}, 200)
+	r = newRig(t, m, emulated.Options{Virtual: true, NotMapped: []device.Space{device.Host}}, 200)
 	s = r.open(Config{Placement: r.placed(0.5), InPlace: true})
 	if err := s.InPlace(); !errors.Is(err, ErrNotInPlace) || !errors.Is(err, device.ErrUnreachable) {
 		t.Errorf("host memory that is not mapped: %v", err)

@@ -32,7 +32,7 @@ func (u *setup) readsInPlace() bool {
 // accessModel predicts what offloaded experts cost steps of few tokens. It is empty where rates
 // are not known: all is copied there.
 func (u *setup) accessModel() pipeline.AccessModel {
-	if !u.devices.Real() || u.settings.Batch.ExpertAccess != configs.AutoAccess {
+	if !u.devices.Real() || u.settings.Batch.ExpertAccess == configs.CopyAccess {
 		return pipeline.AccessModel{}
 	}
 	h, err := u.hardware()
@@ -50,7 +50,7 @@ func (u *setup) accessModel() pipeline.AccessModel {
 	m := pipeline.AccessModel{
 		Experts: c.Experts, TopK: c.TopK, Layers: layers, ExpertBytes: p.Layout.Size,
 		Offloaded:  float64(p.OffloadedExperts) / float64(max(1, p.OffloadedExperts+p.ResidentExperts)),
-		MemoryRate: h.GPUMemoryRate, RoundTrip: seconds(h.RoundTrip),
+		MemoryRate: h.GPUMemoryRate, RoundTrip: seconds(h.RoundTrip), MaxHold: u.harvestDeadline() / 2,
 		Host: pipeline.Link{CopyRate: h.HostToGPU[len(h.HostToGPU)-1], CopyStart: seconds(h.HostCopyLatency), ReadRate: h.HostReadRate, ReadStart: hostReadStart},
 		Peer: pipeline.Link{CopyRate: h.PeerToGPU, CopyStart: seconds(h.PeerCopyLatency), ReadRate: h.PeerReadRate, ReadStart: peerReadStart},
 	}
@@ -69,6 +69,30 @@ func (u *setup) accessModel() pipeline.AccessModel {
 	return m
 }
 
+// harvestDeadline is the time in which memory that others need is to be released.
+func (u *setup) harvestDeadline() time.Duration {
+	t, _ := u.settings.Harvest.ParseTimes() // valid
+	return t.Deadline
+}
+
+// longestHold predicts how long a step of at most so many tokens in place may hold peers' memory: where
+// most of that is taken by others, it reads the host's copies meanwhile.
+func longestHold(m *pipeline.AccessModel, tokens int) time.Duration {
+	_, hold := m.Predict(min(tokens, pipeline.MaxInPlaceTokens), true, 0)
+	return hold
+}
+
+// warnOfHold says that steps which are told to be in place may hold memory for too long.
+func (u *setup) warnOfHold(m *pipeline.AccessModel) {
+	if u.settings.Batch.ExpertAccess != configs.DirectAccess || len(u.peers) == 0 {
+		return
+	}
+	if hold, deadline := longestHold(m, u.needs.Limits.MaxTokens), u.harvestDeadline(); hold > deadline {
+		u.o.Log.Warn("peers' memory that others need is released when the step ends that reads it, with --expert-access direct possibly after --harvest-deadline; auto copies where that takes long",
+			"step_s", hold.Seconds(), "deadline_s", deadline.Seconds())
+	}
+}
+
 // addCPU lets the CPU compute experts.
 func (u *setup) addCPU(m *pipeline.AccessModel) {
 	m.CPURate, m.CPUStart = cpuRate(u.devices.CPUThreads()).BytesPerSecond, planner.CPUExpertsStart
@@ -79,7 +103,7 @@ func (u *setup) addCPU(m *pipeline.AccessModel) {
 // the time without.
 func (u *setup) cpuWouldHelp(m pipeline.AccessModel, without time.Duration) (with time.Duration, ok bool) {
 	b := &u.settings.Batch
-	if c, err := b.ParseCPUExperts(); err != nil || c.On() || b.Attention == configs.OnCPU || len(u.peers) > 0 {
+	if c, err := b.ParseCPUExperts(); err != nil || c.On() || b.Attention == configs.OnCPU || b.ExpertAccess != configs.AutoAccess || len(u.peers) > 0 {
 		return 0, false
 	}
 	u.addCPU(&m)

@@ -296,6 +296,7 @@ func (n *Node) assemble(ctx context.Context, u *setup, fit sizing.KVFit) (load t
 	if m := steps.AccessModel; m.Known() && u.needs.Plan.OffloadedExperts > 0 {
 		copied, direct := m.Predict(1, true, n.store.PeerShare())
 		o.Log.Info("time of offloaded experts in a step of one token, predicted", "copy_s", copied.Seconds(), "direct_s", direct.Seconds())
+		u.warnOfHold(&m)
 		if with, ok := u.cpuWouldHelp(m, min(copied, direct)); ok {
 			o.Log.Info("--cpu-experts auto would let the CPU compute some of the experts in host memory; tokens may then differ in roundings from run to run",
 				"experts_s", min(copied, direct).Seconds(), "with_cpu_s", with.Seconds())

@@ -309,7 +309,7 @@ func TestBadPeers(t *testing.T) {
 		{"unknown", apart, false, func(s *configs.Settings) { s.Device.Peers = "1,3" }, "no peer gpu3: the machine has 3 GPUs"},
 		{"unknown and not used", apart, false, func(s *configs.Settings) { s.Device.Peers, s.Offload.Tier = "1,3", configs.HostTier }, "no peer gpu3"},
 		{"the compute GPU", apart, false, func(s *configs.Settings) { s.Device.Peers, s.Device.GPU = "0", 1 }, "gpu0 is the GPU that computes"},
-		{"out of reach", split, false, func(s *configs.Settings) { s.Device.Peers = "1,2" }, "no path from peer gpu2 to gpu0; exclude the peer"},
+		{"out of reach", split, false, func(s *configs.Settings) { s.Device.Peers = "1,2" }, "GPU 0 has no access to the memory of GPU 2 (device: from gpu2 to gpu0: no path between these memory spaces); leave it out: experts are then copied from host memory"},
 		{"too little", apart, false, func(s *configs.Settings) {
 			s.Offload.Tier, s.Harvest.Headroom = configs.PeerTier, "255MiB"
 		}, "36 offloaded experts of 132.00 KiB each, and 14 fit: gpu1 7 (1.00 MiB of 256.00 MiB, after 0 B used by other processes and 255.00 MiB headroom), gpu2 7"},

@@ -41,6 +41,9 @@ type AccessModel struct {
 	MemoryRate float64
 	// RoundTrip is the time from a router's selection to a copy that the host has submitted.
 	RoundTrip time.Duration
+	// MaxHold is the most time by this model for which a step may hold peers' memory that was not told
+	// to be in place; 0: no limit. Memory that others need is released behind the step that reads it.
+	MaxHold time.Duration
 	// CPURate is the rate in bytes per second at which the CPU computes experts in host memory beside
 	// copies on demand, CPUStart what it takes to start in each layer. 0: it computes none.
 	CPURate  float64
@@ -169,9 +172,6 @@ const (
 	// The choice is by measurement from minSamples steps of both ways on; the weight of a later step
 	// is 1/maxSamples.
 	minSamples, maxSamples = 2, 8
-	// maxHold is the most time for which a step that was not told to be in place holds peers' memory
-	// by the model: half of the time in which harvest is to give it back.
-	maxHold = 50 * time.Millisecond
 	// learnSteps do not count of a number of tokens with experts on the CPU.
 	learnSteps = 12
 	// movedBy is the relative change of a prediction from which on old times do not count.
@@ -201,7 +201,7 @@ func (c *accessChooser) measured(tokens int, peers float64) access {
 	t := &c.sizes[tokens]
 	var now [accesses]time.Duration
 	now[byCopy], now[inPlace] = c.model.Predict(tokens, c.onDemand, peers)
-	if peers > 0 && now[inPlace] > maxHold {
+	if peers > 0 && c.model.MaxHold > 0 && now[inPlace] > c.model.MaxHold {
 		return byCopy
 	}
 	for a := range now {

@@ -65,6 +65,7 @@ func TestInPlaceSameResults(t *testing.T) {
 // TestInPlaceTokens: steps of up to MaxInPlaceTokens tokens are in place with DirectAccess, and
 // none with CopyAccess, or where kernels cannot read host memory, which the log says.
 func TestInPlaceTokens(t *testing.T) {
+	const knownAccess = configs.ExpertAccess(100) // auto, with rates that are known
 	for _, c := range []struct {
 		set  configs.ExpertAccess
 		mo   emulated.Options
@@ -74,18 +75,25 @@ func TestInPlaceTokens(t *testing.T) {
 		{configs.DirectAccess, emulated.Options{}, MaxInPlaceTokens, ""},
 		{configs.CopyAccess, emulated.Options{}, 0, ""},
 		{configs.AutoAccess, emulated.Options{}, 0, ""},
-		{configs.DirectAccess, emulated.Options{HostNotMapped: true}, 0, "experts are not read in place"},
+		{configs.DirectAccess, emulated.Options{NotMapped: []device.Space{device.Host}}, 0, "experts are not read in place"},
+		{knownAccess, emulated.Options{}, MaxInPlaceTokens, ""},
+		{knownAccess, emulated.Options{NotMapped: []device.Space{device.Host}}, 0, "experts are not read in place"},
 		{configs.DirectAccess, emulated.Options{NoData: true}, 0, "experts are not read in place"},
 	} {
 		var log strings.Builder
 		c.mo.Virtual = true
-		r := newRig(t, "mixtral", 0.5, c.mo, Options{ExpertAccess: c.set, Log: slog.New(slog.NewTextHandler(&log, nil))})
+		o := Options{ExpertAccess: c.set, Log: slog.New(slog.NewTextHandler(&log, nil))}
+		if c.set == knownAccess {
+			o.ExpertAccess, o.AccessModel = configs.AutoAccess, accessModel(1, 1)
+			o.AccessModel.RoundTrip = time.Second // so that it reads in place what it can
+		}
+		r := newRig(t, "mixtral", 0.5, c.mo, o)
 		for _, tokens := range []int{1, MaxInPlaceTokens, MaxInPlaceTokens + 1, 64} {
 			if got := r.p.plans.get(tokens, r.p.chooseFor(tokens)).inPlace; got != (tokens <= c.want) {
 				t.Errorf("%s, %+v: a step of %d tokens is in place: %t", c.set, c.mo, tokens, got)
 			}
 		}
-		if (c.log == "") != (log.Len() == 0) || !strings.Contains(log.String(), c.log) {
+		if (c.log == "") != (log.Len() == 0) || !strings.Contains(log.String(), c.log) || strings.Count(log.String(), "\n") > 1 {
 			t.Errorf("%s, %+v: the log has %q, want %q", c.set, c.mo, log.String(), c.log)
 		}
 	}
@@ -161,7 +169,7 @@ func TestAutoAccessSameResults(t *testing.T) {
 // of copies.
 func accessModel(host, peer float64) AccessModel {
 	return AccessModel{
-		Experts: 64, TopK: 4, Layers: 24, ExpertBytes: 17 << 20, Offloaded: 0.5, MemoryRate: 4.6e12, RoundTrip: 13 * time.Microsecond,
+		Experts: 64, TopK: 4, Layers: 24, ExpertBytes: 17 << 20, Offloaded: 0.5, MemoryRate: 4.6e12, RoundTrip: 13 * time.Microsecond, MaxHold: 50 * time.Millisecond,
 		Host: Link{CopyRate: 55e9, ReadRate: host * 55e9, CopyStart: 7 * time.Microsecond, ReadStart: 5 * time.Microsecond},
 		Peer: Link{CopyRate: 394e9, ReadRate: peer * 394e9, CopyStart: 9 * time.Microsecond, ReadStart: 4 * time.Microsecond},
 	}
@@ -232,7 +240,7 @@ func TestAccessCPUExperts(t *testing.T) {
 	}
 }
 
-// TestAccessHold: steps that would hold peers' memory for longer than harvest has to give it back
+// TestAccessHold: steps that would hold peers' memory for longer than they may
 // copy, except where they are told not to; without peer copies nothing is held.
 func TestAccessHold(t *testing.T) {
 	m := accessModel(1, 1)
@@ -240,12 +248,20 @@ func TestAccessHold(t *testing.T) {
 	for _, x := range []struct {
 		set   configs.ExpertAccess
 		peers float64
+		hold  time.Duration
 		want  access
-	}{{configs.AutoAccess, 0, inPlace}, {configs.AutoAccess, 0.5, byCopy}, {configs.DirectAccess, 0.5, inPlace}} {
+	}{
+		{configs.AutoAccess, 0, 50 * time.Millisecond, inPlace},
+		{configs.AutoAccess, 0.5, 50 * time.Millisecond, byCopy},
+		{configs.AutoAccess, 0.5, time.Second, inPlace},
+		{configs.AutoAccess, 0.5, 0, inPlace},
+		{configs.DirectAccess, 0.5, 50 * time.Millisecond, inPlace},
+	} {
+		m.MaxHold = x.hold
 		c := accessChooser{setting: x.set, possible: true, limit: MaxInPlaceTokens, model: m}
 		if got := c.choose(1, true, x.peers); got != x.want {
 			_, hold := m.Predict(1, true, x.peers)
-			t.Errorf("%s, %v of the experts on peers, %v in place: chosen %d, want %d", x.set, x.peers, hold, got, x.want)
+			t.Errorf("%s, %v of the experts on peers, %v in place where %v is allowed: chosen %d, want %d", x.set, x.peers, hold, x.hold, got, x.want)
 		}
 	}
 }

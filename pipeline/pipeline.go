@@ -8,6 +8,7 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/forward"
 	"github.com/moeserve/moeserve/kvcache"
 )
@@ -232,10 +233,16 @@ func (p *Pipeline) chooseAccess() {
 		err = errors.New("the machine only computes durations, and has none for reads over a link")
 	}
 	if err != nil {
-		o.Log.Warn("experts are not read in place; steps of few tokens copy those that they need", "err", err)
+		p.copyInstead(err)
 		return
 	}
 	c.possible, c.limit = true, min(MaxInPlaceTokens, o.GroupLimits(o.Limits).MaxTokens)
+}
+
+// copyInstead makes all steps from now on copy experts, and says why.
+func (p *Pipeline) copyInstead(why error) {
+	p.access.possible = false
+	p.o.Log.Warn("experts are not read in place; steps of few tokens copy those that they need", "setting", "--expert-access "+p.access.setting.String(), "err", why)
 }
 
 // Compute returns the stream on which steps run. Nothing else may be enqueued on it during a
@@ -301,6 +308,9 @@ func (p *Pipeline) begin(ctx context.Context, tokens int) (err error) {
 func (p *Pipeline) enqueue(ctx context.Context, plan *plan, s *Step) error {
 	if plan.inPlace {
 		step, err := p.step.ReadInPlace()
+		if errors.Is(err, experts.ErrNotInPlace) { // any more: it was possible in New
+			p.copyInstead(err)
+		}
 		if err != nil {
 			return fmt.Errorf("pipeline: %w", err)
 		}
@@ -443,6 +453,8 @@ func (p *Pipeline) recover(ctx context.Context, cause error) error {
 	retry := false
 	for _, err := range errs {
 		switch lost := device.LostSpaces(err); {
+		case errors.Is(err, experts.ErrNotInPlace): // the next ones copy
+			retry = true
 		case slices.Contains(lost, p.o.space()), len(lost) == 0 && errors.Is(err, device.ErrLost):
 			return fmt.Errorf("pipeline: %w: %w", ErrDeviceLost, err)
 		case len(lost) > 0, errors.Is(err, device.ErrCopyFailed):

@@ -152,6 +152,8 @@ func benchTransfer(ctx context.Context, s *streams, set *settings, o *transferOp
 			interrupted = benchError(err)
 			s.notice(&set.Output, "the sizes that were measured follow; no calibration")
 			o.calibrate = ""
+		} else if reads.Host == 0 {
+			s.notice(&set.Output, "kernels cannot read host memory here: the calibration has no new rate of that, and experts are copied")
 		}
 	}
 	if o.calibrate != "" && len(d.relays) > 0 && !r.Unpaced() {

@@ -177,7 +177,7 @@ func (m *Machine) KernelAddr(reader device.Space, r device.Range) (device.Addr, 
 	}
 	from := mem.space.id
 	_, path := m.topo.Paths[device.Pair{From: from, To: reader}]
-	if from != reader && (!path || from == device.Host && m.o.HostNotMapped) {
+	if from != reader && (!path || slices.Contains(m.o.NotMapped, from)) {
 		return 0, &device.Error{Op: "map", Space: reader, Detail: fmt.Sprintf("%q on %s", mem.label, from), Err: device.ErrUnreachable}
 	}
 	return r.Addr, nil

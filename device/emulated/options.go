@@ -73,8 +73,9 @@ type Options struct {
 	NoBatches bool
 	// CopyErrorsLoseDevice is what the capability of that name says; copies are not made to fail then.
 	CopyErrorsLoseDevice bool
-	// HostNotMapped: kernels cannot read host memory in place (device.Machine.KernelAddr).
-	HostNotMapped bool
+	// NotMapped are memories that kernels of other devices cannot read in place
+	// (device.Machine.KernelAddr): copies are possible. Default: none.
+	NotMapped []device.Space
 	// FenceStart is the value at which all fences begin: 2^32-100, say, for tests of counters
 	// that wrap around. Default: 0.
 	FenceStart uint32

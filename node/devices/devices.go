@@ -320,13 +320,26 @@ func (d *Devices) Peers(c configs.PeerChoice) ([]device.Space, error) {
 			peers = append(peers, device.HBM(i))
 		}
 	}
-	err := (harvest.Options{Machine: d.Machine, Peers: peers, Reader: d.Space}).EnsureDefaults().Validate()
-	if err != nil && d.Real() {
-		if mig := partitioned(); mig != "" {
-			err = fmt.Errorf("%w; %s", err, mig)
+	for _, p := range peers {
+		if _, known := top.Info(p); !known || p == d.Space {
+			continue
+		}
+		if _, err := top.Path(p, d.Space); err != nil {
+			return peers, d.partitioned(fmt.Errorf("--peers: GPU %d has no access to the memory of GPU %d (%w); leave it out: experts are then copied from host memory", d.Number(d.Space), d.Number(p), err))
 		}
 	}
-	return peers, err
+	err := (harvest.Options{Machine: d.Machine, Peers: peers, Reader: d.Space}).EnsureDefaults().Validate()
+	return peers, d.partitioned(err)
+}
+
+// partitioned adds to an error about GPUs that some are divided by MIG.
+func (d *Devices) partitioned(err error) error {
+	if err != nil && d.Real() {
+		if mig := partitioned(); mig != "" {
+			return fmt.Errorf("%w; %s", err, mig)
+		}
+	}
+	return err
 }
 
 // Number is the number of a GPU as users name it.

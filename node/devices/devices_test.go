@@ -49,6 +49,33 @@ func TestOpenRefuses(t *testing.T) {
 	}
 }
 
+// TestPeersUnreachable: a peer that the GPU has no access to is named, with what to do; auto leaves it out.
+func TestPeersUnreachable(t *testing.T) {
+	info, both := device.Info{MemoryBytes: 1 << 30}, map[device.Pair]device.Path{}
+	for _, to := range []device.Space{device.HBM(0), device.HBM(1), device.HBM(2)} {
+		both[device.Pair{From: device.Host, To: to}], both[device.Pair{From: to, To: device.Host}] = device.Path{}, device.Path{}
+	}
+	both[device.Pair{From: device.HBM(2), To: device.HBM(0)}], both[device.Pair{From: device.HBM(0), To: device.HBM(2)}] = device.Path{}, device.Path{}
+	top := &device.Topology{Host: info, GPUs: []device.Info{info, info, info}, Paths: both}
+	d, err := Open(Options{OpenMachine: func() (device.Machine, error) { return emulated.New(emulated.Options{Virtual: true, Topology: top}) }})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := d.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	if peers, err := d.Peers(configs.PeerChoice{Auto: true}); err != nil || len(peers) != 1 || peers[0] != device.HBM(2) {
+		t.Errorf("auto: %v, %v", peers, err)
+	}
+	_, err = d.Peers(configs.PeerChoice{GPUs: []int{2, 1}})
+	const want = "--peers: GPU 0 has no access to the memory of GPU 1 (device: from gpu1 to gpu0: no path between these memory spaces); leave it out: experts are then copied from host memory"
+	if !errors.Is(err, device.ErrUnreachable) || err.Error() != want {
+		t.Errorf("%v, want %s", err, want)
+	}
+}
+
 func TestPeersAndHold(t *testing.T) {
 	d, err := Open(Options{Settings: spec("virtual,nodata,gpus=3,hbm=1GiB,host=2GiB")})
 	if err != nil {

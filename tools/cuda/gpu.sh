@@ -2,7 +2,7 @@
 # All tests and measurements that need a GPU, in two halves:
 #   tools/cuda/gpu.sh build FOLDER [COMMIT]   builds and packs what has to run, without a GPU; of COMMIT what guard compares with
 #   tools/cuda/gpu.sh run FOLDER LOGS PART... runs it on a machine with a GPU and this tree, and prints a table
-# Without PART: all parts from device to sanitize, except those that name two GPUs, whole-mixtral, cpu-experts, small, beside, gaps, layout, kvcopy, prompts, prefill, latency and load. LOGS gets at most 8 files.
+# Without PART: all parts from device to sanitize, except those that name two GPUs, whole-mixtral, cpu-experts, small, beside, gaps, layout, kvcopy, prompts, prefill, latency, policy and load. LOGS gets at most 8 files.
 #   device        device/cuda: conformance, NVML, NVRTC; experts, kvcache, pipeline and engine on it
 #   kernels       every kernel against its reference, small shapes; those for sm_80; start, cold and warm
 #   kernels-full  the same at the shapes of the models
@@ -23,7 +23,10 @@
 #                 (TIERS=tests: without these two)
 #   access        decode steps of 1 to 8 sequences of Qwen1.5-MoE, Qwen3-30B-A3B and Mixtral (cut to 16 layers) with half of the
 #                 experts in host memory, and with two GPUs on the second one: copied, read in place, and by the model
-#                 (--expert-access); equal tokens. ACCESS are models of these (default: all); about 6 minutes on one GPU
+#                 (--expert-access); equal tokens. ACCESS are models of these (default: all); about 6 minutes on one GPU. LAYERS cuts them
+#                 all (0: whole; Mixtral then takes 47 GB of each GPU or of host memory beside it, and 93 GB of the first GPU at 0), ACCESS_CELLS
+#                 are other cells of TestGPUPresets than 0,0.5c,0.5d,0.5 and with two GPUs 0.5pc,0.5pd,0.5p, ACCESS_BATCHES other sequences than
+#                 1,2,4,8; ACCESS_TEST=off skips the test of equal tokens
 #   multipath-tests  two to eight GPUs: copies between the host and each GPU over all their PCIe links, byte for byte, with relays that
 #                 are removed meanwhile; rates and processor time by the number of relays; equal tokens of fixtures whose experts come over two links
 #   sweep         two GPUs: Mixtral with all layers, 324 and 3,240 sequences, at 0, 50 and 100 % on the host and on the second
@@ -95,6 +98,9 @@
 #                 memory of twice the weights
 #   multipath     two to eight GPUs, about two minutes on two: the figures of the MMA paper with the engine (bench multipath): MULTIPATH are
 #                 its arguments, RELAYS as above; FIGURES some of its parts (default: sizes,gpus,traffic,engines,cpu,chunks,threshold,direct)
+#   policy        three minutes: bench throughput of Qwen1.5-MoE and Mixtral, cut to 8 layers, half of the experts in host memory, with
+#                 --policy auto and with a grid of given policies: the best of them, auto, and the ratio; fails where auto is more than 5 %
+#                 slower (policy.py). POLICY are presets (separated by spaces, empty: the built-in model), LAYERS cuts them (0: whole), POLICY_LIMIT are the seconds of all (default: 170)
 #   calibrate     two to eight GPUs, about a minute on two: bench transfer --calibrate, into LOGS/machine.json; RELAYS as above
 #   figures       two GPUs: the Harvest paper's figures (bench figure), with its batch of 4,536 sequences: PAPER are some of 3, 5, 6 and regime
 #                 (default: all): 3 takes 20 s; 5, half of the experts offloaded, 5 trials behind 50 tokens, about 5.5 minutes for Mixtral and
@@ -114,7 +120,7 @@
 #                 on all other GPUs, of which one is taken back every second (moeserve reclaim): throughput, equal tokens. EIGHT is the
 #                 model, EIGHT_LIMIT the seconds of each piece, EIGHT_LEN the tokens that each of its 324 sequences generates (default: 150), EIGHT_PARTS some of links, copies,
 #                 sleep and harvest; RELAYS as above (without GPUs it must be given, and EIGHT_GIB, the GiB that are to be free on each)
-#                 EMULATE, a value of --emulate, tries figures, harvest, eight and prefill without GPUs, with PAPER_FLAGS, HARVEST_FLAGS and EIGHT_FLAGS as further arguments
+#                 EMULATE, a value of --emulate, tries figures, harvest, eight, policy and prefill without GPUs, with PAPER_FLAGS, HARVEST_FLAGS, EIGHT_FLAGS and POLICY_FLAGS as further arguments
 #   load          loading a checkpoint of Qwen1.5-MoE's shape, written to LOAD_FOLDER (29 GB), as a share of the disk's
 #                 rate; LOAD are arguments for load.py
 # HOST_GIB is the host's memory, for machines whose system reports less. With OVERLAP=false the parts that run node's
@@ -210,7 +216,7 @@ hardware() {
   if [ -n "${HARDWARE:-}" ]; then echo "$HARDWARE"; elif [[ $gpu == *H100* ]]; then echo h100-80; else echo h200; fi
 }
 
-# devices PEERS are the flags that name what figures, harvest, eight and prefill run on; PEERS is 1 by default.
+# devices PEERS are the flags that name what figures, harvest, eight, policy and prefill run on; PEERS is 1 by default.
 devices() {
   local peers=${1:-1}
   if [ -n "${EMULATE:-}" ]; then echo "--device cpu --peers $peers --emulate $EMULATE"; else echo "--device cuda --peers $peers --host-memory-gib $host --hardware $(hardware)"; fi
@@ -241,7 +247,7 @@ run() {
   work=$(mktemp -d)
   trap 'rm -rf "$work"' EXIT
   for part in "$@"; do
-    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral cpu-experts tiers access multipath-tests sweep predicted guard soak reclaim preload bench small sanitize beside gaps layout kvcopy prompts prefill latency kv kvtiers lending prefix hits fairness links host-paths sleep multipath calibrate figures harvest eight load " == *" $part "* ]] || usage
+    [[ " device kernels kernels-full exact apart cli layers whole whole-mixtral cpu-experts tiers access multipath-tests sweep predicted guard soak reclaim preload bench small sanitize beside gaps layout kvcopy prompts prefill latency kv kvtiers lending prefix hits fairness links host-paths sleep multipath policy calibrate figures harvest eight load " == *" $part "* ]] || usage
   done
   [ -e "$folder/bundle.tar.xz" ] || { echo "there is no $folder/bundle.tar.xz: tools/cuda/gpu.sh build makes it" >&2; exit 2; }
   xz -dc "$folder/bundle.tar.xz" | tar -xf - -C "$work" || exit 1
@@ -316,12 +322,13 @@ run() {
       access)
         peers=() more=
         if [ "$(nvidia-smi --query-gpu=index --format=csv,noheader | wc -l)" -gt 1 ]; then peers=(-peer 1) more=,0.5pc,0.5pd,0.5p; fi
-        limit 300 node node in-place "$work/node.test" "${overlap[@]}" -test.v -test.timeout 300s -test.run 'GPUInPlace' "${peers[@]}"
+        [ "${ACCESS_TEST:-}" = off ] || limit 300 node node in-place "$work/node.test" "${overlap[@]}" -test.v -test.timeout 300s -test.run 'GPUInPlace' "${peers[@]}"
         for model in ${ACCESS:-qwen1.5-moe-a2.7b qwen3-30b-a3b mixtral-8x7b}; do
           layers=()
           [ "$model" != mixtral-8x7b ] || layers=(-layers 16)
+          [ -z "${LAYERS:-}" ] || layers=(-layers "$LAYERS")
           limit 400 node presets "access-$model" "$work/node.test" "${overlap[@]}" -test.v -test.timeout 400s -test.run GPUPresets "${peers[@]}" "${layers[@]}" \
-            -batches 1,2,4,8 -whole "$model@0,0.5c,0.5d,0.5$more" -host-gib "$host" -steps "$logs/presets.json"
+            -batches "${ACCESS_BATCHES:-1,2,4,8}" -whole "$model@${ACCESS_CELLS:-0,0.5c,0.5d,0.5$more}" -host-gib "$host" -steps "$logs/presets.json"
           grep -E 'decode of' "$work/said" | sed 's/.*_test.go:[0-9]*: //' | tee -a "$logs/table.log"
         done ;;
       multipath-tests)
@@ -494,6 +501,11 @@ run() {
           MEASURE_LIMIT=240 measure sleep-switch sleep qwen1.5-moe-a2.7b qwen3-30b-a3b --load-format dummy --levels 1 --repetitions 3
         fi ;;
       multipath) paths "${NAME:-multipath}" --parts "${FIGURES:-sizes,gpus,traffic,engines,cpu,chunks,threshold,direct}" ${MULTIPATH:-} ;;
+      policy)
+        limit $((${POLICY_LIMIT:-170} + 10)) . cli policy python3 -u "$root/tools/cuda/policy.py" "$work/moeserve" "$work/policy" "${POLICY_LIMIT:-170}" "${LAYERS:-8}" \
+          "$(tr -s ' ' , <<<"${POLICY-qwen1.5-moe-a2.7b mixtral-8x7b}")" $(devices none) ${POLICY_FLAGS:-}
+        tee -a "$logs/table.log" <"$work/said"
+        tar -cf "$logs/policy.tar" -C "$work/policy" . ;;
       calibrate)
         limit 300 . multipath calibrate "$work/moeserve" bench transfer --device cuda --peers "$(relays)" --host-memory-gib "$host" --hardware "$(hardware)" \
           --calibrate "$logs/machine.json"

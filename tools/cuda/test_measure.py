@@ -1,4 +1,4 @@
-"""Tests of beside.py, flash.py, gaps.py, guard.py and its part of gpu.sh, load.py, prefill.py and tenant.py as far as they go without a GPU: python3 tools/cuda/test_measure.py"""
+"""Tests of beside.py, flash.py, gaps.py, guard.py and its part of gpu.sh, load.py, policy.py, prefill.py and tenant.py as far as they go without a GPU: python3 tools/cuda/test_measure.py"""
 
 import argparse
 import contextlib
@@ -20,6 +20,7 @@ import flash
 import gaps
 import guard
 import load
+import policy
 import prefill
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -530,6 +531,39 @@ class Prefill(unittest.TestCase):
             "| mixtral | 32,001 | 8,192 | in host memory | 3000.0 | 0.0 % | 1.50 |",
             "| mixtral | 32,001 | 32,768 | in host memory | 1000.0 | 0.0 % | – |",
         ])
+class Policy(unittest.TestCase):
+    def test_compare(self):
+        cells = {"a": 100.0, "b": 90.0, "c": 80.0, "d": "does not fit"}
+        for auto, passes, says in ((95.1, True, "ratio 0.951"), (200.0, True, "ratio 2.000"), (94.9, False, "auto is 5.1 % slower"), ("not done in time", False, "was not measured")):
+            lines, near = policy.compare("m", {"--policy auto": auto} | cells)
+            self.assertEqual(near, passes, lines)
+            self.assertIn(says, lines[-1])
+            self.assertIn("m: d: does not fit", lines)
+        lines, near = policy.compare("m", {"--policy auto": 9.0, "a": 1.0, "b": 1.0, "c": "does not fit"})
+        self.assertFalse(near)
+        self.assertIn("2 policies were measured", lines[-1])
+
+    def test_run(self):
+        # A moeserve for which auto is as good as told, that has no memory for one cell, and hangs at another.
+        with tempfile.TemporaryDirectory() as folder:
+            stub = os.path.join(folder, "moeserve")
+            pathlib.Path(stub).write_text("""#!/bin/sh
+for last; do :; done
+case "$*" in
+  *--policy*) rate=$AUTO ;;
+  *"attention cpu"*) echo 'moeserve: out of memory on gpu0' >&2; exit 2 ;;
+  *2048*) exec sleep 60 ;;
+  *) rate=100 ;;
+esac
+echo "{\\"throughput_tok_s\\": $rate}" >"$last"
+""")
+            os.chmod(stub, 0o755)
+            for auto, code in (("96", 0), ("90", 1)):
+                done = subprocess.run([sys.executable, HERE / "policy.py", stub, folder, "4", "8", "mixtral-8x7b", "--device", "cpu"],
+                                      capture_output=True, text=True, timeout=30, env=os.environ | {"AUTO": auto}, check=False)
+                self.assertEqual(done.returncode, code, done)
+                self.assertIn("--attention cpu: does not fit", done.stdout)
+                self.assertIn("2048: not done in time", done.stdout)
 
 
 class Tenant(unittest.TestCase):
