@@ -37,7 +37,7 @@
 // # Many pieces
 //
 // A request may have many Pieces, scattered in both memories, with one ticket and one
-// Done. Small pieces share a chunk, and with it one mark of its end: a thousand blocks are 16 chunks. The
+// Done. Small pieces share a chunk, and with it an event: a thousand blocks are 16 chunks. The
 // pieces of a chunk, if they are small (Options.BatchBelow), are one operation of the device
 // where its streams have batched copies (device.BatchCopier): it copies them in any order, so
 // none may depend on another.

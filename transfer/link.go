@@ -12,7 +12,7 @@ import (
 )
 
 // link makes the copies from one memory to another: each chunk is enqueued on a stream,
-// followed by a mark of its end. The engine's lock guards it.
+// followed by an event. The engine's lock guards it.
 type link struct {
 	engine *Engine
 	pair   device.Pair
@@ -48,20 +48,18 @@ type link struct {
 	recorded int
 }
 
-// slot is one chunk that may be in flight, and the work that runs when it has ended. Its end is a fence
-// that the stream signals behind it, where devices can and times are not asked for: the host looks at a word in memory, while an event
-// is a call of the driver each time. Otherwise it is the event. With Options.Timed there is an event before
-// the chunk, too; both belong to the engine.
+// slot is one chunk that may be in flight: the event behind it, and the work that runs
+// when the event has completed. With Options.Timed there is an event before it, too; both
+// belong to the engine.
 type slot struct {
 	chunk        dispatch.Chunk
 	via          dispatch.Via
-	end          device.Point
 	event, start device.Event
 	onEnd        device.Work
 	// began is when the chunk was enqueued, while activity is recorded.
 	began time.Duration
-	// signals: the device signals Done behind the chunk. marked: it signals end.
-	signals, marked bool
+	// signals: the device signals Done behind the chunk.
+	signals bool
 }
 
 func newLink(e *Engine, pair device.Pair, d dispatch.Link) (l *link, err error) {
@@ -128,12 +126,6 @@ func (l *link) addSlots(n int) (err error) {
 		if s.event, s.start, err = l.events(); err != nil {
 			return err
 		}
-		if l.engine.signals && s.start == nil {
-			if s.end.Fence, err = l.engine.o.Machine.NewFence("end of a chunk"); err != nil {
-				return errors.Join(err, s.event.Close())
-			}
-			s.end.Value = s.end.Fence.Value()
-		}
 		s.onEnd = device.Work{
 			Name: "complete transfer", Host: true,
 			Run:    func(device.Access) error { l.chunkEnded(i, nil); return nil },
@@ -156,7 +148,7 @@ func (l *link) events() (end, start device.Event, err error) {
 	return end, start, err
 }
 
-// launch enqueues a chunk, or a part of its way, and the mark of its end.
+// launch enqueues a chunk, or a part of its way, and its event.
 func (l *link) launch(i int, c dispatch.Chunk, via dispatch.Via) {
 	e := l.engine
 	if !l.busy {
@@ -178,11 +170,11 @@ func (l *link) launch(i int, c dispatch.Chunk, via dispatch.Via) {
 	}
 }
 
-// enqueue enqueues the chunk of a slot and the mark of its end on one of the link's streams.
+// enqueue enqueues the chunk of a slot and its event on one of the link's streams.
 func (l *link) enqueue(i int) error {
 	s := &l.slots[i]
 	t := s.chunk.Request.Owner.(*Ticket)
-	s.signals, s.marked = false, false
+	s.signals = false
 	on := l.stream
 	if t.unit > 0 {
 		on = l.kernel.stream
@@ -200,8 +192,14 @@ func (l *link) enqueue(i int) error {
 		return err
 	}
 	t.relayed = t.relayed || s.via.Hop != dispatch.Direct
-	if !l.mayDone(t, s) {
-		return l.mark(on, s)
+	if !t.inOrder || t.relayed || l.refused || !s.chunk.Last() {
+		return on.Record(s.event)
+	}
+	if l.engine.pendingSignal(t.done.Fence) != nil {
+		return on.Record(s.event) // the device's value would follow that of this one
+	}
+	if past, _ := t.done.Ended(); past {
+		return on.Record(s.event) // a later request with the fence has failed
 	}
 	// All chunks before it are on the same stream.
 	if err := on.SignalFence(t.done.Fence, t.done.Value); err != nil {
@@ -215,37 +213,12 @@ func (l *link) enqueue(i int) error {
 	return nil
 }
 
-// mayDone reports whether the device may signal Done behind the chunk of a slot, which marks its end, too.
-func (l *link) mayDone(t *Ticket, s *slot) bool {
-	if !t.inOrder || t.relayed || l.refused || !s.chunk.Last() {
-		return false
-	}
-	if l.engine.pendingSignal(t.done.Fence) != nil {
-		return false // the device's value would follow that of this one
-	}
-	past, _ := t.done.Ended() // true: a later request with the fence has failed
-	return !past
-}
-
-// mark enqueues the mark of the end of a slot's chunk. Behind what the stream has refused it is an event: a value
-// that the slot has waited for in vain may still be to come.
-func (l *link) mark(on device.Stream, s *slot) error {
-	s.marked = s.end.Fence != nil && !l.refused
-	if !s.marked {
-		return on.Record(s.event)
-	}
-	s.end.Value++
-	return on.SignalFence(s.end.Fence, s.end.Value)
-}
-
-// watch learns of the end of a slot's chunk: true if it has landed already.
+// watch learns of the end of a slot's chunk: true if it has landed already. Done, where the device
+// signals it, is a word in memory, and an event a query of the driver.
 func (l *link) watch(i int) (landed bool, err error) {
 	s := &l.slots[i]
-	switch {
-	case s.signals && s.start == nil:
+	if s.signals && s.start == nil {
 		return l.engine.watcher.Watch(s.chunk.Request.Owner.(*Ticket).done, s.onEnd)
-	case s.marked:
-		return l.engine.watcher.Watch(s.end, s.onEnd)
 	}
 	return l.engine.watcher.WatchEvent(s.event, s.onEnd)
 }
@@ -311,7 +284,7 @@ func (l *link) buffered(via dispatch.Via) {
 	}
 }
 
-// chunkEnded runs on the watcher when a chunk has ended.
+// chunkEnded runs on the watcher when the event behind a chunk has completed.
 func (l *link) chunkEnded(i int, err error) {
 	e := l.engine
 	e.mu.Lock()
@@ -372,9 +345,6 @@ func (l *link) release() error {
 	for _, s := range l.slots {
 		if s.start == nil {
 			errs = append(errs, s.event.Close())
-		}
-		if s.end.Fence != nil {
-			errs = append(errs, s.end.Fence.Close())
 		}
 	}
 	return errors.Join(errs...)
