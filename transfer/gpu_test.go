@@ -54,11 +54,11 @@ func newGPURig(t *testing.T) *gpuRig {
 	r.ok(err)
 	t.Cleanup(func() { r.ok(r.engine.Close()) })
 	for g := range r.gpus {
-		memory := r.alloc(device.HBM(g), 6*5<<20)
+		memory := r.alloc(device.HBM(g), 6*8<<20)
 		relay := transfer.Relay{GPU: device.HBM(g)}
 		for i := range int64(3) {
-			relay.In = append(relay.In, memory.Region(i*5<<20, 5<<20))
-			relay.Out = append(relay.Out, memory.Region((3+i)*5<<20, 5<<20))
+			relay.In = append(relay.In, memory.Region(i*8<<20, 8<<20))
+			relay.Out = append(relay.Out, memory.Region((3+i)*8<<20, 8<<20))
 		}
 		r.relays = append(r.relays, relay)
 		r.ok(r.engine.AddRelay(relay))

@@ -34,7 +34,7 @@ type Options struct {
 
 // Default are the options of package transfer.
 func Default() Options {
-	return Options{Inbound: true, ChunkBytes: 5 << 20, Depth: 2, Window: 80 * time.Microsecond, Buffers: 3}
+	return Options{Inbound: true, ChunkBytes: 8 << 20, Depth: 2, Window: 80 * time.Microsecond, Buffers: 3}
 }
 
 // Request is a copy to or from a GPU.
