@@ -145,6 +145,80 @@ func TestSleepSameTokens(t *testing.T) {
 	}
 }
 
+// TestSleepOverRelays: the weights of a model that sleeps and wakes go over the links of other GPUs, too, and the
+// tokens are those from before, also where one of these fails, is lost, or has its memory taken meanwhile.
+func TestSleepOverRelays(t *testing.T) {
+	const hurt, healthy = 1, 2
+	relayFault := func(kind emulated.FaultKind, chance float64, times int, d time.Duration) func(*testing.T, *emulated.Machine) {
+		return func(_ *testing.T, m *emulated.Machine) {
+			m.Inject(&emulated.Fault{Kind: kind, Chance: chance, Times: times, For: d, Match: func(p emulated.Point) bool { return p.To == device.HBM(hurt) }})
+		}
+	}
+	for name, harm := range map[string]func(*testing.T, *emulated.Machine){
+		"healthy": nil,
+		"failing": relayFault(emulated.FailCopy, 0.3, -1, 0),
+		"stalled": relayFault(emulated.StallCopy, 0, 3, 20*time.Millisecond),
+		"lost": func(t *testing.T, m *emulated.Machine) {
+			if err := m.Lose(hurt); err != nil {
+				t.Error(err)
+			}
+		},
+		"taken": func(t *testing.T, m *emulated.Machine) {
+			u, err := m.Usage(device.HBM(hurt))
+			if err == nil {
+				err = m.Occupy(device.HBM(hurt), u.Free())
+			}
+			if err != nil {
+				t.Error(err)
+			}
+		},
+	} {
+		for _, fraction := range []float64{0, 0.5} {
+			t.Run(fmt.Sprintf("%s/%v", name, fraction), func(t *testing.T) {
+				t.Parallel()
+				var m *emulated.Machine
+				s := configs.Defaults()
+				s.Offload.Fraction, s.Offload.Tier, s.Device.Peers, s.Device.HostPaths = fraction, configs.HostTier, "none", "4"
+				s.Plan.Hardware = calibrated(t, 1, 2, 3)
+				n, err := node.Open(t.Context(), node.Options{Settings: s, HostLogits: true, OpenMachine: func() (_ device.Machine, err error) {
+					m, err = emulated.New(four(emulated.Random, 5))
+					return m, err
+				}})
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer func() {
+					if err := n.Close(); err != nil && name != "lost" { // its buffers went with it
+						t.Error(err)
+					}
+				}()
+				want := tokensOf(t, n)
+				_, out := relayed(n)
+				if _, err := n.Sleep(t.Context(), sleeping.Copy, engine.PauseWait); err != nil {
+					t.Fatal(err)
+				}
+				in, slept := relayed(n)
+				if slept[device.HBM(healthy)] == out[device.HBM(healthy)] {
+					t.Errorf("no weight went to the host over a relay: %v before, %v after", out, slept)
+				}
+				if harm != nil {
+					harm(t, m)
+				}
+				if _, err := n.Wake(t.Context()); err != nil {
+					t.Fatal(err)
+				}
+				woken, _ := relayed(n)
+				if woken[device.HBM(healthy)] == in[device.HBM(healthy)] {
+					t.Errorf("no weight came from the host over a relay: %v before, %v after", in, woken)
+				}
+				if got := tokensOf(t, n); got != want {
+					t.Errorf("tokens after sleep %s, want %s", got, want)
+				}
+			})
+		}
+	}
+}
+
 // openSleeper opens a node on a machine that the test has a hold of.
 func openSleeper(t *testing.T, o emulated.Options, share *devices.Shared, change func(*configs.Settings)) (*node.Node, *emulated.Machine) {
 	t.Helper()
