@@ -33,7 +33,7 @@
 #                 GPU; the other plans of a step; a trace of eight layers
 #   predicted     two GPUs: memory planned and used; bench transfer, and with the rates that it measures the predictions
 #                 for a sweep of Qwen1.5-MoE and for a policy of the planner for Mixtral
-#   guard         two GPUs, four and a half minutes (estimate): decode steps of 1 to 324 sequences (Mixtral: 3,240) of Mixtral, Qwen1.5-MoE and
+#   guard         two GPUs, four minutes: decode steps of 1 to 324 sequences (Mixtral: 3,240) of Mixtral, Qwen1.5-MoE and
 #                 Qwen3-30B-A3B in HBM and with half of the experts on the second GPU (Mixtral: all, too), and of 1 and 8 of the
 #                 first two with half of them in host memory, as shares of what plain copies and the same step in HBM allow;
 #                 fails where a share is less than 97 % of that in guard.json (guard-h100.json on H100; there Mixtral is
