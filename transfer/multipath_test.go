@@ -347,11 +347,13 @@ func TestRelayWithoutPath(t *testing.T) {
 	}
 }
 
-// TestMultipathFaults: random copies while relays come, go, fail and stall, and streams of the GPUs'
-// own links fail now and then: what lands is what was sent, and what does not says so.
+// TestMultipathFaults: random copies while relays come, go, fail and stall, streams of the GPUs' own links fail
+// now and then, and copies are canceled and aborted: what lands is what was sent, what does not says so, what ended
+// is not written any more, and relays get their buffers back.
 func TestMultipathFaults(t *testing.T) {
 	const n = 20
-	var relayed, retries, failed int64
+	var relayed, retries int64
+	var failed, canceled, aborted, midway int
 	for seed := range uint64(60) {
 		rng := rand.New(rand.NewPCG(seed, 3))
 		o := emulated.Options{Virtual: true, Schedule: emulated.Schedule(seed % 3), Seed: seed, LikeCUDA: seed%5 == 0}
@@ -373,10 +375,12 @@ func TestMultipathFaults(t *testing.T) {
 			chance = 0.1 // so that chunks fail twice, and with them copies
 		}
 		var src, dst []device.Memory
+		var before [][]byte // what is in dst at first: each byte differs from that of src
 		for i := range n {
 			size := 1 + rng.Int64N(3000)
 			s, d := r.filled(size, byte(i)), r.alloc(device.HBM(0), size)
 			other := r.filled(size, 0xff)
+			before = append(before, r.content(other))
 			if i%2 == 0 {
 				r.wait(r.submit(r.down(d, other, transfer.Demand)))
 			} else { // to the host
@@ -393,10 +397,24 @@ func TestMultipathFaults(t *testing.T) {
 			relays[gpu] = r.relay(device.HBM(gpu), 1+rng.IntN(3), 80)
 		}
 		var tickets []*transfer.Ticket
+		var given [n]bool // up by Cancel or Abort
 		for i := range n {
 			tickets = append(tickets, r.submit(r.down(dst[i], src[i], transfer.Priority(rng.IntN(5)))))
 			if rng.IntN(3) == 0 {
 				tickets[rng.IntN(len(tickets))].RaisePriority(transfer.Demand)
+			}
+			if rng.IntN(4) == 0 {
+				for range rng.IntN(8) {
+					_ = r.m.Yield(t.Context(), time.Microsecond)
+				}
+				k := rng.IntN(len(tickets))
+				if rng.IntN(3) == 0 {
+					if tickets[k].Cancel() {
+						given[k], canceled = true, canceled+1
+					}
+				} else if tickets[k].Abort() {
+					given[k], aborted = true, aborted+1
+				}
 			}
 			if rng.IntN(3) == 0 {
 				gpu := 1 + rng.IntN(2)
@@ -412,25 +430,59 @@ func TestMultipathFaults(t *testing.T) {
 				}
 			}
 		}
+		var at [n][]byte // what is in dst when a copy has ended
 		for i, ticket := range tickets {
 			err := ticket.Wait(t.Context())
+			want := r.content(src[i])
+			at[i] = r.content(dst[i])
 			switch {
+			case given[i] != errors.Is(err, transfer.ErrCanceled):
+				t.Errorf("seed %d, copy %d: canceled or aborted %t: %v", seed, i, given[i], err)
 			case err == nil:
-				r.equal(dst[i], src[i])
-			case !own || !errors.Is(err, device.ErrCopyFailed):
+				if !bytes.Equal(at[i], want) {
+					t.Errorf("seed %d, copy %d: what arrived differs from its source", seed, i)
+				}
+			case given[i]:
+			case own && errors.Is(err, device.ErrCopyFailed):
+				failed++
+			default:
 				t.Errorf("seed %d, copy %d: %v", seed, i, err)
 			}
-			if landed := ticket.Landed(); err != nil && !bytes.Equal(r.content(dst[i])[:landed], r.content(src[i])[:landed]) {
+			if landed := ticket.Landed(); err != nil && !bytes.Equal(at[i][:landed], want[:landed]) {
 				t.Errorf("seed %d, copy %d: %d bytes are said to have landed that have not", seed, i, landed)
+			}
+			written := false
+			for k, b := range at[i] {
+				if b != want[k] && b != before[i][k] {
+					t.Fatalf("seed %d, copy %d: byte %d of what ended with %v is neither from before nor from the source", seed, i, k, err)
+				}
+				written = written || b != before[i][k]
+			}
+			if given[i] && written {
+				midway++
+			}
+		}
+		for gpu := range relays { // all buffers come back
+			end, err := r.engine.RemoveRelay(device.HBM(gpu))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := end.Wait(t.Context()); err != nil {
+				t.Errorf("seed %d: gpu%d is not drained: %v", seed, gpu, err)
+			}
+		}
+		for i := range tickets {
+			if !bytes.Equal(r.content(dst[i]), at[i]) {
+				t.Errorf("seed %d, copy %d: written after its end", seed, i)
 			}
 		}
 		for _, s := range r.engine.Stats() {
-			relayed, retries, failed = relayed+s.RelayedBytes, retries+s.Retries, failed+s.Failed
+			relayed, retries = relayed+s.RelayedBytes, retries+s.Retries
 		}
 	}
-	t.Logf("%d bytes were relayed, %d chunks retried, and %d copies failed", relayed, retries, failed)
-	if relayed < 100_000 || retries < 100 || failed == 0 {
-		t.Errorf("%d bytes were relayed, %d chunks retried, and %d copies failed: the test shows nothing", relayed, retries, failed)
+	t.Logf("%d bytes were relayed, %d chunks retried, %d copies failed, %d were canceled, %d aborted, %d of them midway", relayed, retries, failed, canceled, aborted, midway)
+	if relayed < 100_000 || retries < 100 || failed == 0 || canceled < 10 || aborted < 50 || midway < 10 {
+		t.Error("the test shows nothing")
 	}
 }
 

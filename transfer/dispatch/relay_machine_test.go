@@ -16,13 +16,14 @@ import (
 // TestRelayMachine is a host with three GPUs, of which any may relay, by random histories that
 // copy real bytes: each arrives where it should, a buffer has one chunk at a time, what Landed
 // counts has landed, links keep their limits and order, with direct first and without, relays that fail, are lost or removed
-// fail no request, and a relay is drained when nothing is in its buffers.
+// fail no request, of one that was aborted nothing more is launched, and a relay is drained when nothing is in its
+// buffers.
 func TestRelayMachine(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		m := newRelays(t)
 		t.Repeat(map[string]func(*rapid.T){
 			"submit": m.submit, "run": m.run, "run2": m.run, "run3": m.run, "fail": m.fail, "refuse": m.refuse, "recover": m.recover,
-			"lose": m.lose, "remove": m.remove, "add": m.add, "promote": m.promote, "cancel": m.cancel,
+			"lose": m.lose, "remove": m.remove, "add": m.add, "promote": m.promote, "cancel": m.cancel, "abort": m.abort,
 			"": m.check,
 		})
 		m.drain()
@@ -37,7 +38,9 @@ type relayed struct {
 	taken int64
 	// harmed: a chunk failed or was refused on a link of its own.
 	harmed, canceled, ended bool
-	err                     error
+	// aborted: nothing more of it may be launched.
+	aborted bool
+	err     error
 }
 
 // order is a launched chunk.
@@ -213,8 +216,8 @@ func (m *relays) act() {
 func (m *relays) launch(a Action) {
 	l, r := m.lanes[a.Link], a.Chunk.Request
 	c := r.Owner.(*relayed)
-	if l.recovering || l.lost || c.ended {
-		m.t.Fatal("launched on a link that is being recovered or lost, or for a request that has ended")
+	if l.recovering || l.lost || c.ended || c.aborted {
+		m.t.Fatal("launched on a link that is being recovered or lost, or for a request that has ended or was aborted")
 	}
 	if slices.ContainsFunc(l.orders, func(o order) bool { return o.a.Slot == a.Slot }) {
 		m.t.Fatal("a slot is used twice")
@@ -480,6 +483,22 @@ func (m *relays) cancel(t *rapid.T) {
 	c := m.request(t)
 	c.canceled = m.core.Cancel(c.Request, errors.New("canceled")) || c.canceled
 	m.act()
+}
+
+func (m *relays) abort(t *rapid.T) {
+	c := m.request(t)
+	open := !c.ended && c.failure == nil && (c.launched < c.bytes || len(c.returned) > 0)
+	aborted := m.core.Abort(c.Request, errors.New("aborted"))
+	if aborted != open {
+		t.Fatalf("a request with %d of %d bytes launched, ended %t: aborted %t", c.launched, c.bytes, c.ended, aborted)
+	}
+	if aborted {
+		c.canceled, c.aborted = true, true
+	}
+	m.act()
+	if c.aborted && !c.ended && c.inFlight == 0 {
+		t.Fatal("a request that was aborted has not ended, and no chunk of it is in flight")
+	}
 }
 
 // check holds after every event.
