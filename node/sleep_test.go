@@ -42,10 +42,8 @@ func usage(t *testing.T, n *node.Node) map[device.Space]int64 {
 	return all
 }
 
-// tokensOf runs a few requests and returns their tokens.
-func tokensOf(t *testing.T, n *node.Node) string {
-	t.Helper()
-	var rs []engine.Request
+// someRequests are a few requests.
+func someRequests() (rs []engine.Request) {
 	for i := range 4 {
 		p := engine.DefaultParams()
 		p.MaxTokens, p.IgnoreEOS, p.Seed, p.Temperature = 12, true, uint64(i), float32(i%2)
@@ -55,7 +53,13 @@ func tokensOf(t *testing.T, n *node.Node) string {
 		}
 		rs = append(rs, engine.Request{ID: fmt.Sprint(i), Prompt: prompt, Params: p})
 	}
-	outs, err := n.Engine().Generate(t.Context(), rs, nil)
+	return rs
+}
+
+// tokensOf runs a few requests and returns their tokens.
+func tokensOf(t *testing.T, n *node.Node) string {
+	t.Helper()
+	outs, err := n.Engine().Generate(t.Context(), someRequests(), nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -217,6 +221,153 @@ func TestSleepOverRelays(t *testing.T) {
 			})
 		}
 	}
+}
+
+// TestWakeRelayGoes: a relay whose memory is revoked, that is lost, or whose link fails while a chunk of a wake is on its
+// way into it takes no more of the weights, and the wake goes on over the others. A request that waited has the
+// tokens that it has alone, and KV blocks that host memory kept are loaded, over relays too.
+func TestWakeRelayGoes(t *testing.T) {
+	const hurt, healthy = 1, 2
+	for name, harm := range map[string]func(*node.Node, *emulated.Machine) error{
+		"revoked": func(n *node.Node, _ *emulated.Machine) error { return n.Harvest().Withdraw(device.HBM(hurt), true) },
+		"lost":    func(_ *node.Node, m *emulated.Machine) error { return m.Lose(hurt) },
+		"failing": func(_ *node.Node, m *emulated.Machine) error {
+			m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Times: -1, Match: func(p emulated.Point) bool { return p.To == device.HBM(hurt) }})
+			return nil
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			o := four(emulated.Eager, 0)
+			o.Virtual = false
+			var m *emulated.Machine
+			s := configs.Defaults()
+			s.Offload.Fraction, s.Offload.Tier, s.Device.Peers, s.Device.HostPaths = 0.5, configs.HostTier, "none", "4"
+			s.KV.TransferConfig = `{"kv_connector_extra_config": {"load_policy": "always", "num_cpu_blocks": 64}}`
+			s.Plan.Hardware = calibrated(t, 1, 2, 3)
+			n, err := node.Open(t.Context(), node.Options{Settings: s, HostLogits: true, OpenMachine: func() (_ device.Machine, err error) {
+				m, err = emulated.New(o)
+				return m, err
+			}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer func() {
+				if err := n.Close(); err != nil && name != "lost" { // its buffers went with it
+					t.Error(err)
+				}
+			}()
+			want := tokensOf(t, n)
+			long := engine.Request{ID: "long", Prompt: []int32{5, 3, 8}, Params: engine.DefaultParams()}
+			long.Params.MaxTokens, long.Params.IgnoreEOS = 120, true
+			alone, err := n.Engine().Generate(t.Context(), []engine.Request{long}, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			running, cancel := context.WithCancel(t.Context())
+			ran := make(chan error, 1)
+			go func() { ran <- n.Engine().Run(running) }()
+			job, err := n.Engine().Submit(t.Context(), long)
+			if err != nil {
+				t.Fatal(err)
+			}
+			first, err := job.Next(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := n.Sleep(t.Context(), sleeping.Copy, engine.PauseKeep); err != nil {
+				t.Fatal(err)
+			}
+			if n.Engine().State().Running+n.Engine().State().Waiting == 0 {
+				t.Error("the request did not wait for the wake")
+			}
+
+			asleep, _ := relayed(n)
+			// Each relay gets its first chunks when the copy is submitted, however the links' threads are scheduled then.
+			stall := m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.From == device.Host && p.To == device.HBM(hurt) }})
+			woke := make(chan error, 1)
+			go func() {
+				_, err := n.Wake(t.Context())
+				woke <- err
+			}()
+			for begun := time.Now(); stall.Hits() == 0 && time.Since(begun) < 20*time.Second; {
+				time.Sleep(100 * time.Microsecond)
+			}
+			if hits, now := stall.Hits(), n.Sleeping(); hits == 0 || !now.Weights {
+				t.Errorf("%d chunks of the weights are on their way into the relay, asleep %t", hits, now.Weights)
+			}
+			if err := harm(n, m); err != nil {
+				t.Error(err)
+			}
+			stall.Release()
+			if err := <-woke; err != nil {
+				t.Fatal(err)
+			}
+			awake, _ := relayed(n)
+			for space, took := range awake {
+				took -= asleep[space]
+				if space == device.HBM(hurt) && name == "revoked" && (took == 0 || took > 3*(16<<10)) {
+					t.Errorf("a relay that was removed with chunks on their way to it carried %d bytes of the wake", took)
+				}
+				if space == device.HBM(healthy) && took == 0 {
+					t.Error("no weight came from the host over the other relay")
+				}
+			}
+
+			if got := append(tokens(first), waited(t, job)...); !slices.Equal(got, alone[0].TokenIDs) {
+				t.Errorf("the request that waited: %v, alone %v", got, alone[0].TokenIDs)
+			}
+			loaded := func() int64 { return n.Observe().KVTiers().Tiers[0].Reloaded }
+			before, relays := loaded(), sum(awake)
+			var got [][]int32
+			for _, q := range someRequests() {
+				job, err := n.Engine().Submit(t.Context(), q)
+				if err != nil {
+					t.Fatal(err)
+				}
+				got = append(got, waited(t, job))
+			}
+			if fmt.Sprint(got) != want {
+				t.Errorf("tokens after the wake %v, want %s", got, want)
+			}
+			if after, _ := relayed(n); loaded() == before || sum(after) == relays {
+				t.Errorf("%d KV blocks were loaded after the wake, and relays carried %d bytes", loaded()-before, sum(after)-relays)
+			}
+			cancel()
+			if err := <-ran; err != nil {
+				t.Error(err)
+			}
+			if u, err := m.Usage(device.HBM(hurt)); name == "revoked" && (err != nil || u.Allocated > 0) {
+				t.Errorf("the relay that was revoked has %d bytes: %v", u.Allocated, err)
+			}
+		})
+	}
+}
+
+// waited are the tokens of a job from now on.
+func waited(t *testing.T, j *engine.Job) []int32 {
+	t.Helper()
+	updates, err := j.Wait(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return tokens(updates...)
+}
+
+func tokens(updates ...engine.Update) (all []int32) {
+	for _, u := range updates {
+		for _, x := range u.Tokens {
+			all = append(all, x.ID)
+		}
+	}
+	return all
+}
+
+func sum(bytes map[device.Space]int64) (all int64) {
+	for _, n := range bytes {
+		all += n
+	}
+	return all
 }
 
 // openSleeper opens a node on a machine that the test has a hold of.
