@@ -420,6 +420,7 @@ var imports = map[string]map[string]string{
 	"transfer/dispatch": {"device": "spaces and points"},
 	"transfer/dispatch/simulation": {
 		"device":            "spaces of the simulated machine",
+		"transfer":          "the engine's default options",
 		"transfer/dispatch": "the core that copies on it",
 	},
 	"untrusted": {},

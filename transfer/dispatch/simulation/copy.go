@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/transfer"
 	"github.com/moeserve/moeserve/transfer/dispatch"
 )
 
@@ -32,9 +33,10 @@ type Options struct {
 	PieceBytes int64
 }
 
-// Default are the options of package transfer.
+// Default are the options of package transfer, and three buffers, which node gives a relay.
 func Default() Options {
-	return Options{Inbound: true, ChunkBytes: 8 << 20, Depth: 2, Window: 80 * time.Microsecond, Buffers: 3}
+	o := transfer.Options{}.EnsureDefaults()
+	return Options{Inbound: true, ChunkBytes: o.Multipath.ChunkIn, Depth: o.Depth, Window: o.Window, Buffers: 3}
 }
 
 // Request is a copy to or from a GPU.
