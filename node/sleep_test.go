@@ -149,6 +149,13 @@ func TestSleepSameTokens(t *testing.T) {
 	}
 }
 
+// overRelays has copies from and to the host use the links of three more GPUs, which lend nothing else.
+func overRelays(t *testing.T, s *configs.Settings) {
+	t.Helper()
+	s.Offload.Tier, s.Device.Peers, s.Device.HostPaths = configs.HostTier, "none", "4"
+	s.Plan.Hardware = calibrated(t, 1, 2, 3)
+}
+
 // TestSleepOverRelays: the weights of a model that sleeps and wakes go over the links of other GPUs, too, and the
 // tokens are those from before, also where one of these fails, is lost, or has its memory taken meanwhile.
 func TestSleepOverRelays(t *testing.T) {
@@ -180,22 +187,10 @@ func TestSleepOverRelays(t *testing.T) {
 		for _, fraction := range []float64{0, 0.5} {
 			t.Run(fmt.Sprintf("%s/%v", name, fraction), func(t *testing.T) {
 				t.Parallel()
-				var m *emulated.Machine
-				s := configs.Defaults()
-				s.Offload.Fraction, s.Offload.Tier, s.Device.Peers, s.Device.HostPaths = fraction, configs.HostTier, "none", "4"
-				s.Plan.Hardware = calibrated(t, 1, 2, 3)
-				n, err := node.Open(t.Context(), node.Options{Settings: s, HostLogits: true, OpenMachine: func() (_ device.Machine, err error) {
-					m, err = emulated.New(four(emulated.Random, 5))
-					return m, err
-				}})
-				if err != nil {
-					t.Fatal(err)
-				}
-				defer func() {
-					if err := n.Close(); err != nil && name != "lost" { // its buffers went with it
-						t.Error(err)
-					}
-				}()
+				n, m := openSleeper(t, four(emulated.Random, 5), nil, func(s *configs.Settings) {
+					overRelays(t, s)
+					s.Offload.Fraction = fraction
+				})
 				want := tokensOf(t, n)
 				_, out := relayed(n)
 				if _, err := n.Sleep(t.Context(), sleeping.Copy, engine.PauseWait); err != nil {
@@ -229,8 +224,18 @@ func TestSleepOverRelays(t *testing.T) {
 func TestWakeRelayGoes(t *testing.T) {
 	const hurt, healthy = 1, 2
 	for name, harm := range map[string]func(*node.Node, *emulated.Machine) error{
-		"revoked": func(n *node.Node, _ *emulated.Machine) error { return n.Harvest().Withdraw(device.HBM(hurt), true) },
-		"lost":    func(_ *node.Node, m *emulated.Machine) error { return m.Lose(hurt) },
+		"revoked": func(n *node.Node, m *emulated.Machine) error {
+			if err := n.Harvest().Withdraw(device.HBM(hurt), true); err != nil {
+				return err
+			}
+			time.Sleep(20 * time.Millisecond) // harvest would have released it
+			u, err := m.Usage(device.HBM(hurt))
+			if err == nil && u.Allocated == 0 {
+				err = errors.New("the relay's memory is released with a chunk on its way into it")
+			}
+			return err
+		},
+		"lost": func(_ *node.Node, m *emulated.Machine) error { return m.Lose(hurt) },
 		"failing": func(_ *node.Node, m *emulated.Machine) error {
 			m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Times: -1, Match: func(p emulated.Point) bool { return p.To == device.HBM(hurt) }})
 			return nil
@@ -240,23 +245,10 @@ func TestWakeRelayGoes(t *testing.T) {
 			t.Parallel()
 			o := four(emulated.Eager, 0)
 			o.Virtual = false
-			var m *emulated.Machine
-			s := configs.Defaults()
-			s.Offload.Fraction, s.Offload.Tier, s.Device.Peers, s.Device.HostPaths = 0.5, configs.HostTier, "none", "4"
-			s.KV.TransferConfig = `{"kv_connector_extra_config": {"load_policy": "always", "num_cpu_blocks": 64}}`
-			s.Plan.Hardware = calibrated(t, 1, 2, 3)
-			n, err := node.Open(t.Context(), node.Options{Settings: s, HostLogits: true, OpenMachine: func() (_ device.Machine, err error) {
-				m, err = emulated.New(o)
-				return m, err
-			}})
-			if err != nil {
-				t.Fatal(err)
-			}
-			defer func() {
-				if err := n.Close(); err != nil && name != "lost" { // its buffers went with it
-					t.Error(err)
-				}
-			}()
+			n, m := openSleeper(t, o, nil, func(s *configs.Settings) {
+				overRelays(t, s)
+				s.KV.TransferConfig = `{"kv_connector_extra_config": {"load_policy": "always", "num_cpu_blocks": 64}}`
+			})
 			want := tokensOf(t, n)
 			long := engine.Request{ID: "long", Prompt: []int32{5, 3, 8}, Params: engine.DefaultParams()}
 			long.Params.MaxTokens, long.Params.IgnoreEOS = 120, true
