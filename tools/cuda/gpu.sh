@@ -50,7 +50,9 @@
 #                 call; moeserve reclaim; two moeserve processes on one peer (PARTS='one two', LAYERS, MODEL)
 #   preload       two GPUs, PyTorch, transformers, under 4 minutes: programs that know nothing of moeserve copy over the links of
 #                 both GPUs (preload/multipath): rates, the same bytes, order, graphs, threads, forks, a relay that is lost or
-#                 full; PRELOAD are parts of multipath.py, RATE is the engine's own rate to compare with (GB/s)
+#                 full; PRELOAD are parts of multipath.py, RATE is the engine's own rate to compare with (GB/s).
+#                 PRELOAD=vllm MODEL=FOLDER measures vLLM's sleep mode with and without the library, where vLLM is installed:
+#                 FOLDER has a config.json, and weights are dummies; about 2 minutes
 #   bench         times of kernels and of the device
 #   small         decode steps of 1, 8 and 64 sequences with all experts in GPU memory: time and share of the roofline (SMALL are the
 #                 presets, default: Qwen1.5-MoE, Qwen3-30B-A3B, Mixtral, 95 GB); then of one layer and of each of its operations, at
