@@ -30,6 +30,7 @@ type inPlace struct {
 	// memory has for each layer [experts] U64 addresses, then [experts] I32, all numbers of
 	// experts in order; image is the same in pinned memory. Nothing reads it when a step begins.
 	memory, image device.Memory
+	pinned        *kernels.Pinned // the image
 	// hostOffset leads from an address in host memory to that at which kernels read it.
 	hostOffset device.Addr
 	// peers says of each peer found so far whether kernels can read its memory.
@@ -60,6 +61,7 @@ func (p *Plan) inPlaceBytes() int64 {
 // open prepares the tables, once their memory and that of the host's experts is allocated.
 func (x *inPlace) open(o Options, p *Plan, host device.Memory) {
 	x.machine, x.reader, x.log, x.peers = o.Machine, o.Space, o.Log, map[device.Space]bool{}
+	x.pinned = kernels.NewPinned(o.Machine, x.image, o.Space, o.Backend)
 	if host == nil {
 		x.unavailable = fmt.Errorf("%w: no expert is there", ErrNotInPlace)
 		return
@@ -164,7 +166,7 @@ func (s *steps) beginInPlace() error {
 		return err
 	}
 	moving := s.writeInPlace(usesPeers)
-	if err := s.compute.Copy(x.memory.Range(0, x.memory.Bytes()), x.image.Range(0, x.memory.Bytes())); err != nil {
+	if err := x.pinned.ToDevice(s.compute, x.memory.Range(0, x.memory.Bytes()), 0); err != nil {
 		return fmt.Errorf("upload the tables: %w", err)
 	}
 	x.valid, x.peerVersion, x.cacheVersion, x.usesPeers = !moving, version, s.fetch.changes, usesPeers

@@ -22,7 +22,8 @@ type Options struct {
 	Machine device.Machine
 	// Space is the GPU's memory.
 	Space device.Space
-	// Backend packs experts into their layout.
+	// Backend packs experts into their layout, and makes small copies on the compute stream, on which
+	// it computes, too.
 	Backend kernels.Backend
 	// Transfer makes the copies.
 	Transfer *transfer.Engine
@@ -151,7 +152,7 @@ func (s *Store) allocate() (err error) {
 	if err = s.fetch.open(p, s.o, s.peers, s.places.hostRegion, &s.counts); err != nil {
 		return err
 	}
-	s.tables.open(p)
+	s.tables.open(&s.o, p)
 	if s.inPlace.memory != nil {
 		s.inPlace.open(s.o, p, s.places.host)
 	}

@@ -22,8 +22,10 @@ type tables struct {
 	mu *sync.Mutex
 
 	memory, images device.Memory
-	experts        int
-	rows           []tableRow
+	// pinned are the images.
+	pinned  *kernels.Pinned
+	experts int
+	rows    []tableRow
 	// address of an expert's extent; 0 for one that was never fetched.
 	address func(ID) device.Addr
 	// done is signaled on the compute stream, up to value so far, behind the last reader
@@ -50,7 +52,10 @@ type tableRow struct {
 func (t *tables) bytes() int64 { return t.memory.Bytes() / int64(len(t.rows)) }
 
 // open creates the rows, once the memory is allocated.
-func (t *tables) open(p *Plan) {
+func (t *tables) open(o *Options, p *Plan) {
+	if t.images != nil {
+		t.pinned = kernels.NewPinned(o.Machine, t.images, o.Space, o.Backend)
+	}
 	t.experts, t.rows = p.Experts, make([]tableRow, len(p.Layers))
 	for i := range t.rows {
 		r := &t.rows[i]
@@ -112,7 +117,7 @@ func (t *tables) update(ctx context.Context, compute device.Stream, position int
 	at := int64(position) * size
 	from := int64(turn)*t.memory.Bytes() + at
 	copy(t.images.Write(from, size), r.want)
-	if err := compute.Copy(t.memory.Range(at, size), t.images.Range(from, size)); err != nil {
+	if err := t.pinned.ToDevice(compute, t.memory.Range(at, size), from); err != nil {
 		return fmt.Errorf("update the tables: %w", err)
 	}
 	r.have, r.stale = append(r.have[:0], r.want...), false

@@ -16,6 +16,7 @@ const (
 	int32Only   kinds = 1 << I32
 	int64Only   kinds = 1 << I64
 	uint64Only  kinds = 1 << U64
+	anyType           = floats | int32Only | int64Only | uint64Only
 )
 
 func (k kinds) has(t DType) bool { return k>>t&1 != 0 }

@@ -31,6 +31,7 @@ type valid struct {
 	silu      SiluMul
 	gather    Gather
 	copied    CopyBlocks
+	words     Copy
 	sample    Sample
 	adjust    Adjust
 	restore   Restore
@@ -73,6 +74,7 @@ func newValid() *valid {
 	v.silu = SiluMul{v.tensor(F32, 3, 48), v.tensor(F32, 3, 48), v.tensor(F32, 3, 48)}
 	v.gather = Gather{v.tensor(F32, 3, 32), v.tensor(I32, 2), v.tensor(F32, 2, 32)}
 	v.copied = CopyBlocks{Src: v.tensor(U64, 3), Dst: v.tensor(U64, 3), BlockBytes: 4096}
+	v.words = Copy{v.tensor(I32, 3, 5), v.tensor(I32, 3, 5)}
 	v.sample = Sample{
 		v.tensor(F32, 2, 100), v.tensor(F32, 2), v.tensor(U64, 2), v.tensor(I32, 2), v.tensor(I32, 2),
 		v.tensor(I32, 2), v.tensor(F32, 2), v.tensor(F32, 2), v.tensor(I32, 2),
@@ -90,7 +92,7 @@ func newValid() *valid {
 func (v *valid) all() []Op {
 	return []Op{
 		&v.embed, &v.norm, &v.matmul, &v.gated, &v.clamp, &v.rope, &v.append, &v.ropeKV, &v.attention, &v.route, &v.group,
-		&v.up, &v.down, &v.combine, &v.combined, &v.silu, &v.gather, &v.copied, &v.sample,
+		&v.up, &v.down, &v.combine, &v.combined, &v.silu, &v.gather, &v.copied, &v.words, &v.sample,
 		&v.adjust, &v.restore, &v.mask, &v.probs,
 	}
 }
@@ -292,6 +294,23 @@ func TestCheckErrors(t *testing.T) {
 
 		{func(v *valid) Op { v.gather.Out = v.tensor(F32, 3, 32); return &v.gather }, "kernels: gather: Out is float32[3 32], want 2 rows (Rows has 2)"},
 
+		{func(v *valid) Op { v.words.Dst = v.tensor(I32, 15); return &v.words }, "kernels: copy: Dst is int32[15], want the shape [3 5] of Src"},
+		{func(v *valid) Op { v.words.Dst.DType = F32; return &v.words }, "Dst is float32[3 5], want int32 as Src is"},
+		{func(v *valid) Op { v.words.Dst = gap(v.words.Dst); return &v.words }, "want it dense"},
+		{func(v *valid) Op { v.words.Dst.Addr = v.words.Src.Addr + 8; return &v.words }, "overlaps Src"},
+		{func(v *valid) Op {
+			v.words = Copy{v.tensor(BF16, 3), v.tensor(BF16, 3)}
+			return &v.words
+		}, "6 bytes from"},
+		{func(v *valid) Op {
+			v.words = Copy{v.tensor(BF16, 4), v.tensor(BF16, 4)}
+			v.words.Dst.Addr += 2
+			return &v.words
+		}, "want multiples of 4"},
+		{func(v *valid) Op {
+			v.words = Copy{v.tensor(I64, 1<<29+1), v.tensor(I64, 1<<29+1)}
+			return &v.words
+		}, "want at most 4294967296"},
 		{func(v *valid) Op { v.copied.Src.DType = I64; return &v.copied }, "kernels: copy_blocks: Src is int64[3], want uint64"},
 		{func(v *valid) Op { v.copied.Dst = v.tensor(U64, 2); return &v.copied }, "Dst is uint64[2], want 3 elements (Src has 3)"},
 		{func(v *valid) Op {
@@ -349,7 +368,7 @@ func TestCheckErrors(t *testing.T) {
 func TestCheckWithoutTensors(t *testing.T) {
 	for _, op := range []Op{
 		&Embed{}, &Norm{}, &MatMul{}, &GatedMatMul{}, &Clamp{}, &RoPE{}, &AppendKV{}, &RoPEAppendKV{}, &Attention{}, &Route{}, &SortByExpert{},
-		&ExpertUp{}, &ExpertDown{}, &Combine{}, &CombineNorm{}, &SiluMul{}, &Gather{}, &CopyBlocks{}, &Sample{}, &Adjust{}, &Restore{}, &Mask{}, &LogProbs{},
+		&ExpertUp{}, &ExpertDown{}, &Combine{}, &CombineNorm{}, &SiluMul{}, &Gather{}, &CopyBlocks{}, &Copy{}, &Sample{}, &Adjust{}, &Restore{}, &Mask{}, &LogProbs{},
 	} {
 		if err := op.Check(); err == nil || !strings.HasPrefix(err.Error(), "kernels: "+op.Name()+": ") || !strings.Contains(err.Error(), " is missing, want ") {
 			t.Errorf("%s without tensors gives %v", op.Name(), err)

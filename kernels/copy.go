@@ -17,7 +17,21 @@ type CopyBlocks struct {
 	ThreadBlocks int
 }
 
+// Copy copies Src to Dst, in words of 4 bytes. Both have no gaps, and are in any memory that the
+// stream's device can access, as for CopyBlocks.
+//
+// It is for the few KiB that a step reads from host memory and writes there. A copy engine makes
+// such a copy later: it takes turns with other streams, so behind a large copy in the same
+// direction it waits until that has ended, however small its chunks are.
+type Copy struct {
+	Src, Dst Tensor // the same type and shape
+}
+
 const (
+	// copyUnit is the unit of a Copy, in bytes.
+	copyUnit = 4
+	// maxCopyBytes is the limit of a Copy, so that a kernel may count its words in 32 bits.
+	maxCopyBytes = copyUnit << 30
 	// copyWord is the number of bytes that are copied as one.
 	copyWord = 16
 	// Limits of a CopyBlocks, so that a kernel may count blocks and words in 32 bits.
@@ -50,4 +64,31 @@ func (o *CopyBlocks) Declare(d *Decl) {
 	d.read(&o.Src)
 	d.read(&o.Dst)
 	d.Bytes += 2 * int64(o.Src.Shape[0]) * o.BlockBytes
+}
+
+// Name implements Op.
+func (*Copy) Name() string { return "copy" }
+
+// Check implements Op.
+func (o *Copy) Check() error {
+	c := checker{op: o.Name()}
+	c.tensor("Src", &o.Src, anyType, o.Src.Rank)
+	c.tensor("Dst", &o.Dst, anyType, o.Dst.Rank)
+	c.same("Dst", &o.Dst, "Src", &o.Src)
+	c.dense("Src", &o.Src)
+	c.dense("Dst", &o.Dst)
+	if c.ok() && o.Src.Bytes() > maxCopyBytes {
+		c.failf("%d bytes, want at most %d", o.Src.Bytes(), int64(maxCopyBytes))
+	}
+	c.disjoint("Dst", &o.Dst, "Src", &o.Src)
+	if c.ok() && (o.Src.Bytes()%copyUnit != 0 || o.Src.Addr%copyUnit != 0 || o.Dst.Addr%copyUnit != 0) {
+		c.failf("%d bytes from %#x to %#x, want multiples of %d", o.Src.Bytes(), uint64(o.Src.Addr), uint64(o.Dst.Addr), copyUnit)
+	}
+	return c.err
+}
+
+// Declare implements Op.
+func (o *Copy) Declare(d *Decl) {
+	d.read(&o.Src)
+	d.write(&o.Dst)
 }

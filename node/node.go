@@ -257,7 +257,7 @@ func (n *Node) assemble(ctx context.Context, u *setup, fit sizing.KVFit) (load t
 		return 0, err
 	}
 	if n.store, err = experts.New(experts.Options{
-		Machine: n.machine, Space: d.Space, Backend: d.Backend, Transfer: n.transfer, Plan: u.needs.Plan, CPU: steps.CPUShare, Log: o.Log,
+		Machine: n.machine, Space: d.Space, Backend: d.Enqueuing(), Transfer: n.transfer, Plan: u.needs.Plan, CPU: steps.CPUShare, Log: o.Log,
 		Harvest: n.lending(u), Events: experts.Tee(experts.LogEvents(o.Log), observe.ExpertEvents(o.Events)),
 	}); err != nil {
 		return 0, fault.Of(fault.ErrDevice, err)

@@ -6,6 +6,7 @@ import (
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/forward"
+	"github.com/moeserve/moeserve/kernels"
 )
 
 // microBatch is one micro-batch of a step, as packed by the host and as seen by the device.
@@ -171,14 +172,15 @@ func (b *batcher) split(s *Step, total int, shape *Shape) error {
 // same offsets. The metadata of a step's micro-batches is contiguous; used counts its bytes
 // so far.
 type stepMetadata struct {
-	pinned, device device.Memory
-	used           int64
+	pinned *kernels.Pinned
+	device device.Memory
+	used   int64
 }
 
 func newStepMetadata(o *Options) (d *stepMetadata, err error) {
 	d = &stepMetadata{}
 	bytes := o.StepMetadataBytes(o.config(), o.Limits)
-	if d.pinned, err = o.Machine.Alloc(device.Host, bytes, "step metadata, pinned"); err != nil {
+	if d.pinned, err = newPinned(o, bytes, "step metadata, pinned"); err != nil {
 		return d, err
 	}
 	d.device, err = o.Machine.Alloc(o.space(), bytes, "step metadata")
@@ -195,7 +197,7 @@ func (d *stepMetadata) upload(s device.Stream, b *microBatch) error {
 	}
 	b.batch, b.hostMetadata = batch, batch.Attention.Relocated(base, d.pinned.Range(off, free).Addr)
 	d.used += bytes
-	return s.Copy(d.device.Range(off, bytes), d.pinned.Range(off, bytes))
+	return d.pinned.ToDevice(s, d.device.Range(off, bytes), off)
 }
 
 // uploadMasks packs a micro-batch's masks, when they are computed, and enqueues their copy to the device.
@@ -206,10 +208,26 @@ func (d *stepMetadata) uploadMasks(s device.Stream, b *microBatch) error {
 		return err
 	}
 	d.used += bytes
-	return s.Copy(d.device.Range(off, bytes), d.pinned.Range(off, bytes))
+	return d.pinned.ToDevice(s, d.device.Range(off, bytes), off)
 }
 
-func (d *stepMetadata) close() error { return errors.Join(free(d.pinned), free(d.device)) }
+func (d *stepMetadata) close() error { return errors.Join(freePinned(d.pinned), free(d.device)) }
+
+// newPinned allocates pinned memory for copies on the compute stream.
+func newPinned(o *Options, bytes int64, label string) (*kernels.Pinned, error) {
+	mem, err := o.Machine.Alloc(device.Host, bytes, label)
+	if err != nil {
+		return nil, err
+	}
+	return kernels.NewPinned(o.Machine, mem, o.space(), o.Executors[0].Model.Backend()), nil
+}
+
+func freePinned(p *kernels.Pinned) error {
+	if p == nil {
+		return nil
+	}
+	return p.Free()
+}
 
 func free(m device.Memory) error {
 	if m == nil {

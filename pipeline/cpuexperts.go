@@ -28,7 +28,7 @@ type cpuExperts struct {
 	share   *experts.CPUShare
 	layout  kernels.ExpertLayout
 	topK    int
-	memory  device.Memory
+	memory  *kernels.Pinned
 	buffers cpuBuffers
 	host    device.Executor
 	tracer  *tracer
@@ -44,11 +44,7 @@ type cpuExperts struct {
 	decided time.Duration
 	// pairs are the (token, k) pairs of the layer's experts on the host.
 	pairs []int
-	// gpu computes for the compute stream; mapped is where its kernels read the pinned memory, less
-	// where it lies. inPlace: they can, so they copy outputs: small copies of the copy engine wait for
-	// the experts on the same link.
-	gpu     kernels.Backend
-	mapped  device.Addr
+	// inPlace: kernels copy the rows of outputs.
 	inPlace bool
 	// Scratch space of await.
 	dst, src []device.Range
@@ -98,14 +94,12 @@ func newCPUExperts(o *Options) (h *cpuExperts, err error) {
 	c, act := o.config(), o.KV.Shape().DType
 	h = &cpuExperts{backend: o.CPUExperts, share: o.CPUShare, layout: o.Experts.Layout(), topK: c.TopK}
 	bytes := o.CPUExpertBytes(c, act, o.Limits)
-	if h.memory, err = o.Machine.Alloc(device.Host, bytes, "experts on the CPU, pinned"); err != nil {
+	if h.memory, err = newPinned(o, bytes, "experts on the CPU, pinned"); err != nil {
 		return h, err
 	}
-	base := h.memory.Range(0, bytes)
-	h.buffers = newCPUBuffers(c, act, o.onDemandTokens(c, o.Limits), base.Addr)
-	if at, err := o.Machine.KernelAddr(o.Executors[0].Space, base); err == nil && c.Hidden*act.Size()%copyWord == 0 {
-		h.gpu, h.mapped, h.inPlace = o.Executors[0].Model.Backend(), at-base.Addr, true
-	}
+	h.buffers = newCPUBuffers(c, act, o.onDemandTokens(c, o.Limits), h.memory.Range(0, bytes).Addr)
+	_, mapped := h.memory.Mapped(h.buffers.input.Addr)
+	h.inPlace = mapped && c.Hidden*act.Size()%copyWord == 0
 	s, err := o.Machine.NewStream(device.Host, device.StreamOptions{Name: "experts", Spin: cpuExpertSpin})
 	if err != nil {
 		return h, err
@@ -125,9 +119,7 @@ func newCPUExperts(o *Options) (h *cpuExperts, err error) {
 
 // copyInput enqueues the copy of the router's input to the host.
 func (h *cpuExperts) copyInput(x *executor, tokens forward.Span) error {
-	from := x.model.ExpertInput(tokens)
-	to := h.buffers.input.Slice(0, tokens.Rows)
-	if err := x.stream.Copy(to.Range(), from.Range()); err != nil {
+	if err := h.memory.ToHost(x.stream, 0, x.model.ExpertInput(tokens)); err != nil { // the input lies first
 		return fmt.Errorf("copy the input of experts to the host: %w", err)
 	}
 	return nil
@@ -204,7 +196,7 @@ func (h *cpuExperts) await(x *executor, tokens forward.Span, m *meter) error {
 	outputs := x.model.ExpertOutputs(tokens)
 	slices.Sort(h.pairs)
 	if h.inPlace {
-		if err := h.copyByKernel(x.stream, &outputs); err != nil {
+		if err := h.copyByKernel(x.stream, x.model.Backend(), &outputs); err != nil {
 			return fmt.Errorf("copy the outputs of experts from the host: %w", err)
 		}
 		return nil
@@ -228,18 +220,19 @@ func (h *cpuExperts) await(x *executor, tokens forward.Span, m *meter) error {
 const copyWord = 16
 
 // copyByKernel copies the rows of the layer's pairs to outputs.
-func (h *cpuExperts) copyByKernel(s device.Stream, outputs *kernels.Tensor) error {
+func (h *cpuExperts) copyByKernel(s device.Stream, backend kernels.Backend, outputs *kernels.Tensor) error {
 	b, base, n := &h.buffers, h.buffers.input.Addr, len(h.pairs)
 	bytes := int64(outputs.Shape[1] * outputs.DType.Size())
 	from, to := h.memory.Write(int64(b.from.Addr-base), 8*int64(n)), h.memory.Write(int64(b.to.Addr-base), 8*int64(n))
+	output, _ := h.memory.Mapped(b.output.Addr)
 	for i, pair := range h.pairs {
-		binary.NativeEndian.PutUint64(from[8*i:], uint64(b.output.Addr+h.mapped)+uint64(pair)*uint64(bytes))
+		binary.NativeEndian.PutUint64(from[8*i:], uint64(output)+uint64(pair)*uint64(bytes))
 		binary.NativeEndian.PutUint64(to[8*i:], uint64(outputs.Addr)+uint64(pair)*uint64(bytes))
 	}
 	h.copyRows = kernels.CopyBlocks{Src: b.from.Slice(0, n), Dst: b.to.Slice(0, n), BlockBytes: bytes}
-	h.copyRows.Src.Addr += h.mapped
-	h.copyRows.Dst.Addr += h.mapped
-	return h.gpu.Enqueue(s, &h.copyRows)
+	h.copyRows.Src.Addr, _ = h.memory.Mapped(b.from.Addr)
+	h.copyRows.Dst.Addr, _ = h.memory.Mapped(b.to.Addr)
+	return backend.Enqueue(s, &h.copyRows)
 }
 
 // fewCopies is the number of copies up to which a batch costs more than it saves.
@@ -296,5 +289,5 @@ func (h *cpuExperts) close() error {
 	if h.computed != nil {
 		errs = append(errs, h.computed.Close())
 	}
-	return errors.Join(append(errs, free(h.memory))...)
+	return errors.Join(append(errs, freePinned(h.memory))...)
 }

@@ -53,7 +53,7 @@ type results struct {
 	// numTop is the number of top log-probabilities per logit row.
 	numTop    int
 	executors []executor
-	pinned    device.Memory
+	pinned    *kernels.Pinned
 	offsets   resultOffsets
 	// counts are the routed tokens of the latest read, [layers, experts]; empty for a dense
 	// model.
@@ -74,11 +74,11 @@ func newResults(o *Options, executors []executor) (r *results, err error) {
 	if c.MoELayers() > 0 {
 		r.counts = make([]int64, c.Layers*c.Experts)
 	}
-	r.pinned, err = o.Machine.Alloc(device.Host, o.ResultBytes(c, o.Limits), "sampled ids, pinned")
+	r.pinned, err = newPinned(o, o.ResultBytes(c, o.Limits), "sampled ids, pinned")
 	return r, err
 }
 
-func (r *results) close() error { return free(r.pinned) }
+func (r *results) close() error { return freePinned(r.pinned) }
 
 // enqueueCopies enqueues the copies of a step's results, each on the stream that computes it.
 func (r *results) enqueueCopies(b *batcher, withLogits bool) error {
@@ -148,14 +148,14 @@ func (r *results) copyTargets(mb *microBatch) error {
 
 // copyCounts enqueues the copies of the groups' counts of routed tokens to consecutive places
 // in pinned memory.
-func (r *results) copyCounts(to device.Memory, off int64) error {
+func (r *results) copyCounts(to *kernels.Pinned, off int64) error {
 	if len(r.counts) == 0 {
 		return nil
 	}
 	for i := range r.executors {
 		x := &r.executors[i]
 		t := x.model.Counts()
-		if err := x.stream.Copy(to.Range(off+int64(i)*t.Bytes(), t.Bytes()), t.Range()); err != nil {
+		if err := to.ToHost(x.stream, off+int64(i)*t.Bytes(), t); err != nil {
 			return fmt.Errorf("pipeline: copy counts of routed tokens: %w", err)
 		}
 	}
@@ -173,7 +173,7 @@ func (r *results) readCounts(from device.Memory, off int64) {
 
 // copy enqueues the copy of a dense tensor to an offset in pinned memory.
 func (r *results) copy(s device.Stream, off int64, t kernels.Tensor) error {
-	if err := s.Copy(r.pinned.Range(off, t.Bytes()), t.Range()); err != nil {
+	if err := r.pinned.ToHost(s, off, t); err != nil {
 		return fmt.Errorf("pipeline: copy results: %w", err)
 	}
 	return nil
@@ -270,7 +270,7 @@ func (p *Pipeline) Counts(ctx context.Context) ([][]int64, error) {
 	if len(r.counts) == 0 {
 		return nil, nil
 	}
-	mem, err := p.o.Machine.Alloc(device.Host, 8*int64(len(r.counts)*len(r.executors)), "counts of routed tokens, pinned")
+	mem, err := newPinned(&p.o, 8*int64(len(r.counts)*len(r.executors)), "counts of routed tokens, pinned")
 	if err != nil {
 		return nil, fmt.Errorf("pipeline: %w", err)
 	}

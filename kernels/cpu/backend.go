@@ -28,7 +28,7 @@ type Backend struct {
 	*pool
 	shut  atomic.Bool
 	decls sync.Pool // *kernels.Decl
-	jobs  [24]sync.Pool
+	jobs  [25]sync.Pool
 	draws sync.Pool // *draws
 }
 
@@ -124,6 +124,8 @@ func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
 		return enqueue(b, e, 21, op, o, (*Backend).mask, act{})
 	case *kernels.CopyBlocks:
 		return enqueue(b, e, 20, op, o, (*Backend).copyBlocks, act{})
+	case *kernels.Copy:
+		return enqueue(b, e, 24, op, o, (*Backend).copy, act{})
 	case *kernels.ExpertFFN:
 		if o.Layout.Tag != kernels.Tiles || !o.Layout.Tileable() {
 			if err := kernels.CheckRowMajor("cpu", o.Name(), o.Layout); err != nil {

@@ -41,3 +41,8 @@ func (b *Backend) copyBlocks(o *kernels.CopyBlocks, access device.Access) error 
 	})
 	return nil
 }
+
+func (b *Backend) copy(o *kernels.Copy, _ device.Access) error {
+	copy(at[byte](o.Dst.Addr, int(o.Dst.Bytes())), at[byte](o.Src.Addr, int(o.Src.Bytes())))
+	return nil
+}

@@ -50,6 +50,14 @@ type copyBlocksArgs struct {
 	words int32  // 20
 }
 
+// copyArgs has the layout of copy_args in src/copy.cu: 24 bytes, fields at these.
+type copyArgs struct {
+	src    uint64 // 0
+	dst    uint64 // 8
+	chunks int32  // 16
+	words  int32  // 20
+}
+
 // denseArgs has the layout of dense_args in src/dense.cu: 320 bytes, fields at these.
 type denseArgs struct {
 	w         tensorMap // 0

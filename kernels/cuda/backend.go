@@ -124,7 +124,11 @@ func (b *Backend) Close() error {
 // Enqueue implements kernels.Backend. s is a stream of the backend's GPU, which the backend
 // uses exclusively from its first operation on s until Close.
 func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
-	_, copies := op.(*kernels.CopyBlocks)
+	copies := false
+	switch op.(type) {
+	case *kernels.CopyBlocks, *kernels.Copy:
+		copies = true
+	}
 	l, err := b.streamState(s, !copies)
 	if err != nil {
 		return fmt.Errorf("cuda: %s: %w", op.Name(), err)

@@ -93,7 +93,7 @@ func TestTable(t *testing.T) {
 		t.Fatalf("%d kernels, want %d", len(table), kernelCount)
 	}
 	for id, name := range map[kernelID]string{
-		embedKernel: "embed", combineNorm512Times3: "combine_norm_512_3", addBias: "add_bias", appendKV: "append_kv", normRopeAppendKV: "norm_rope_append_kv", groupKernel: "group", sampleMerge: "sample_merge", restoreKernel: "restore", maskKernel: "mask_logits", copyBlocksKernel: "copy_blocks",
+		embedKernel: "embed", combineNorm512Times3: "combine_norm_512_3", addBias: "add_bias", appendKV: "append_kv", normRopeAppendKV: "norm_rope_append_kv", groupKernel: "group", sampleMerge: "sample_merge", restoreKernel: "restore", maskKernel: "mask_logits", copyBlocksKernel: "copy_blocks", copySmallKernel: "copy_small",
 		attentionJoin: "attention_join", attentionKernels + 2*3 + 1: "attention_128_4", gemmKernels: "matmul_16",
 		gemmKernels + gateUpMode*kernelID(len(tiles)) + kernelID(anyTile): "up_any",
 		gemmKernels + downMode*kernelID(len(tiles)):                       "down_16",
@@ -682,6 +682,42 @@ func TestCopyBlocksChoice(t *testing.T) {
 		}
 		if !slices.Equal(r.grids, want) {
 			t.Errorf("%+v: kernels %q on %v, want %v", test.op, r.names(), r.grids, want)
+		}
+	}
+}
+
+func TestCopyChoice(t *testing.T) {
+	for _, test := range []struct {
+		words, offset  int
+		chunks, blocks int
+	}{
+		{1, 0, 0, 1},
+		{4096, 0, 1024, 4},
+		{4099, 0, 1024, 4},
+		{4096, 4, 0, 16},
+		{1 << 20, 0, 1 << 18, 32},
+		{0, 0, 0, 0},
+	} {
+		r, b, s := list(t, Options{})
+		r.keep = true
+		to := at(2, tensor(kernels.I32, test.words))
+		to.Addr += device.Addr(test.offset)
+		if err := b.Enqueue(s, &kernels.Copy{Src: at(1, tensor(kernels.I32, test.words)), Dst: to}); err != nil {
+			t.Fatal(err)
+		}
+		if test.blocks == 0 {
+			if len(r.grids) > 0 {
+				t.Errorf("no words: kernels %q", r.names())
+			}
+			continue
+		}
+		// The kernel behind it reads before it waits.
+		if want := (grid{x: test.blocks, y: 1, z: 1, threads: 256, noOverlap: true}); !slices.Equal(r.grids, []grid{want}) {
+			t.Errorf("%+v: %q on %+v, want %+v", test, r.names(), r.grids, want)
+			continue
+		}
+		if a := (*copyArgs)(unsafe.Pointer(&r.args[0][0])); int(a.chunks) != test.chunks || int(a.words) != test.words {
+			t.Errorf("%+v: %+v", test, *a)
 		}
 	}
 }

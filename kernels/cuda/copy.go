@@ -10,6 +10,10 @@ const (
 	// copyWords is the number of 16-byte words that a thread of copy_blocks loads before it
 	// stores the first.
 	copyWords = 8
+	// copySmallThreads is the block size of copy_small, and copySmallBlocks the maximum number of blocks:
+	// 128 KiB in flight, more than a link to the host delivers within its latency.
+	copySmallThreads = 256
+	copySmallBlocks  = 32
 )
 
 func (l *streamState) copyBlocks(o *kernels.CopyBlocks) error {
@@ -21,5 +25,16 @@ func (l *streamState) copyBlocks(o *kernels.CopyBlocks) error {
 	enough := (int64(count)*words + copyThreads*copyWords - 1) / (copyThreads * copyWords)
 	return launch(l, o.Name(), copyBlocksKernel, grid{x: int(min(int64(blocks), enough)), threads: copyThreads}, &copyBlocksArgs{
 		src: address(&o.Src), dst: address(&o.Dst), count: int32(count), words: int32(words),
+	})
+}
+
+func (l *streamState) copy(o *kernels.Copy) error {
+	words, chunks := int(o.Src.Bytes()/4), 0
+	if o.Src.Addr%16 == 0 && o.Dst.Addr%16 == 0 {
+		chunks = words / 4
+	}
+	blocks := min(ceil(max(chunks, words-4*chunks), copySmallThreads), copySmallBlocks)
+	return launch(l, o.Name(), copySmallKernel, grid{x: blocks, threads: copySmallThreads, noOverlap: true}, &copyArgs{
+		src: address(&o.Src), dst: address(&o.Dst), chunks: int32(chunks), words: int32(words),
 	})
 }

@@ -90,6 +90,7 @@ const (
 	fewRowsGated2
 	fewRowsGated5
 	copyBlocksKernel
+	copySmallKernel
 	promptKernel
 	promptJoin
 	// attentionKernels: for each head size, with one warp and with four.
@@ -147,6 +148,7 @@ var table = func() []kernel {
 		{"few.cu", "few_rows_gated_2", 2 * skinnyStageBytes},
 		{"few.cu", "few_rows_gated_5", 5 * skinnyStageBytes},
 		{"copy.cu", "copy_blocks", 0},
+		{"copy.cu", "copy_small", 0},
 		{"prompt.cu", "prompt_128", promptSharedBytes},
 		{"prompt.cu", "prompt_join", 0},
 	}

@@ -46,6 +46,35 @@ func testCopyBlocks(r *rig) {
 	})
 }
 
+// testCopy copies a part of a buffer to a part of another one, whose places differ by words.
+func testCopy(r *rig) {
+	spaces := r.accessible()
+	for _, n := range []int{1, 3, 4, 31, 1024, 1027, 40000} {
+		for _, from := range spaces {
+			for _, to := range spaces {
+				for _, skip := range [][2]int{{0, 0}, {4, 8}, {1, 1}, {0, 3}} {
+					r.run(fmt.Sprintf("%d/%v+%d-%v+%d", n, from, skip[0], to, skip[1]), func(r *rig) {
+						src, dst := r.denseIn(from, "Src", kernels.I32, n+skip[0]), r.denseIn(to, "Dst", kernels.I32, n+skip[1])
+						src.Tensor, dst.Tensor = src.Slice(skip[0], skip[0]+n), dst.Slice(skip[1], skip[1]+n)
+						want := src.all()
+						for i := range want {
+							want[i] = byte(r.rand.Uint32())
+						}
+						dst.writes()
+						r.do(&kernels.Copy{Src: src.Tensor, Dst: dst.Tensor})
+						if got := dst.buffer.after[dst.offset():][:len(want)]; !bytes.Equal(got, want) {
+							r.Fatal("the copy differs from what was copied")
+						}
+					})
+				}
+			}
+		}
+	}
+	r.run("nothing", func(r *rig) {
+		r.do(&kernels.Copy{Src: kernels.New(0, kernels.F32, 0), Dst: kernels.New(0, kernels.F32, 0)})
+	})
+}
+
 // testCopyBlocksShape copies between two buffers with room for twice as many blocks, in no
 // order. One pair is skipped, and one source is copied twice.
 func testCopyBlocksShape(r *rig, size, blocks, threadBlocks int, from, to device.Space) {

@@ -55,6 +55,7 @@ var tests = []struct {
 	{"silu_mul", testSiluMul},
 	{"gather", testGather},
 	{"copy_blocks", testCopyBlocks},
+	{"copy", testCopy},
 	{"sample", testSample},
 	{"sample_cuts", testSampleCuts},
 	{"sample_none", testSampleNone},

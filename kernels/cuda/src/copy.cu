@@ -40,3 +40,18 @@ KERNEL(512, 1) copy_blocks(const copy_blocks_args a) {
       if (to[i]) store_chunk(to[i], v[i]);
   }
 }
+
+struct copy_args {
+  u64 src, dst;
+  int chunks, words;  // of 16 bytes, where both addresses are multiples of that, and of 4, in all
+};
+
+constexpr int copy_small_threads = 256;
+
+// Launched without overlap with the kernel behind it, which may read what is written before it waits.
+KERNEL(256, 1) copy_small(const copy_args a) {
+  begin();
+  int first = blockIdx.x * copy_small_threads + threadIdx.x, step = gridDim.x * copy_small_threads;
+  for (int i = first; i < a.chunks; i += step) store_chunk((uint4 *)a.dst + i, load_streaming((const uint4 *)a.src + i));
+  for (int i = 4 * a.chunks + first; i < a.words; i += step) ((u32 *)a.dst)[i] = ((const u32 *)a.src)[i];
+}

@@ -43,6 +43,11 @@
   FIELD(copy_blocks_args, dst) \
   FIELD(copy_blocks_args, count) \
   FIELD(copy_blocks_args, words) \
+  STRUCT(copy_args) \
+  FIELD(copy_args, src) \
+  FIELD(copy_args, dst) \
+  FIELD(copy_args, chunks) \
+  FIELD(copy_args, words) \
   STRUCT(dense_args) \
   FIELD(dense_args, w) \
   FIELD(dense_args, x) \

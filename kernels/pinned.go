@@ -1,0 +1,68 @@
+package kernels
+
+import "github.com/moeserve/moeserve/device"
+
+// maxPinnedCopy is the number of bytes up to which kernels copy from and to a Pinned: what steps of
+// few tokens copy. For more, the copy engines are as fast, and leave the multiprocessors alone.
+const maxPinnedCopy = 256 << 10
+
+// Pinned is pinned memory that a device's stream copies a few KiB from or to. Where kernels of the
+// device can access it, they make these copies. A copy of a copy engine would wait for all of a large
+// one in the same direction, of KV blocks, say, though only some chunks of that are enqueued: the
+// engine takes turns between streams, and not often.
+//
+// It is used by one goroutine at a time.
+type Pinned struct {
+	device.Memory
+	// backend enqueues the copies; nil: kernels cannot access the memory. For those that can it begins
+	// mapped behind its address.
+	backend Backend
+	mapped  device.Addr
+	// byKernel: kernels make small copies. Where a copy may fail and the device goes on, its engines
+	// make them, which tell.
+	byKernel bool
+	op       Copy
+}
+
+// NewPinned returns mem, pinned memory of m, for copies on a stream of a GPU on which the backend
+// computes. mem must not be suspended.
+func NewPinned(m device.Machine, mem device.Memory, gpu device.Space, b Backend) *Pinned {
+	p := &Pinned{Memory: mem}
+	all := mem.Range(0, mem.Bytes())
+	if at, err := m.KernelAddr(gpu, all); err == nil && b != nil {
+		p.backend, p.mapped = b, at-all.Addr
+		p.byKernel = m.Capabilities().CopyErrorsLoseDevice
+	}
+	return p
+}
+
+// Mapped returns where kernels access what lies at an address of the memory; false: they cannot.
+func (p *Pinned) Mapped(at device.Addr) (device.Addr, bool) { return at + p.mapped, p.backend != nil }
+
+// ToHost enqueues the copy of a dense tensor of the device to an offset, a multiple of 4.
+func (p *Pinned) ToHost(s device.Stream, off int64, t Tensor) error {
+	at := p.Range(off, t.Bytes())
+	if !p.small(t.Bytes()) {
+		return s.Copy(at, t.Range())
+	}
+	p.op = Copy{Src: t, Dst: t}
+	p.op.Dst.Addr = at.Addr + p.mapped
+	return p.backend.Enqueue(s, &p.op)
+}
+
+// ToDevice enqueues the copy of the bytes from an offset on, a multiple of 4, to dst, memory of the
+// device, whose address is one, too.
+func (p *Pinned) ToDevice(s device.Stream, dst device.Range, off int64) error {
+	src := p.Range(off, dst.Bytes)
+	if !p.small(dst.Bytes) {
+		return s.Copy(dst, src)
+	}
+	words := int(dst.Bytes / copyUnit)
+	p.op = Copy{Src: New(src.Addr+p.mapped, I32, words), Dst: New(dst.Addr, I32, words)}
+	return p.backend.Enqueue(s, &p.op)
+}
+
+// small reports whether a kernel copies so many bytes.
+func (p *Pinned) small(bytes int64) bool {
+	return p.byKernel && bytes <= maxPinnedCopy && bytes%copyUnit == 0
+}
