@@ -3,6 +3,7 @@ package device
 import (
 	"context"
 	"fmt"
+	"sync/atomic"
 	"time"
 )
 
@@ -218,11 +219,12 @@ type Executor interface {
 // Watched work runs as if it were passed to Execute when its point is reached. If the point
 // fails, its Failed is called with the error instead of Run, and the stream does not enter the
 // error state. Synchronize and Recover do not wait for work that is still watched, and Close
-// drops it: neither Run nor Failed is called.
+// drops it: neither Run nor Failed is called. Work.NotBefore spares a machine that polls looks in
+// vain.
 type Watcher interface {
 	Executor
 	// Watch runs w once p is reached. If p is already reached, without an error, Watch returns
-	// true and w will not run.
+	// true and w will not run; where w.NotBefore is ahead it may return false all the same, and run w.
 	Watch(p Point, w Work) (reached bool, err error)
 	// WatchEvent is Watch for the latest recording of ev.
 	WatchEvent(ev Event, w Work) (passed bool, err error)
@@ -259,6 +261,10 @@ type Work struct {
 	// Host: Run acts on the host (submits copies, sends on a channel), and so runs even if the
 	// machine keeps no data.
 	Host bool
+	// NotBefore is when the point of a watch can be reached at the earliest, in nanoseconds on the
+	// machine's clock; 0, or nil: that is unknown. A machine that polls need not look before, so that
+	// work runs late whose point is reached sooner. It may be changed while the work is watched.
+	NotBefore *atomic.Int64
 }
 
 // Access declares, while Work runs, accesses to memory that only device data determines (a slot

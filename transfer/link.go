@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync/atomic"
 	"time"
 
 	"github.com/moeserve/moeserve/device"
@@ -36,6 +37,8 @@ type link struct {
 	refused bool
 	// recovery clears the error of the stream.
 	recovery device.Work
+	// pacer says when the chunks on the stream are due.
+	pacer pacer
 
 	stats PathStats
 	rate  linkRate
@@ -56,6 +59,8 @@ type slot struct {
 	via          dispatch.Via
 	event, start device.Event
 	onEnd        device.Work
+	// due is onEnd.NotBefore.
+	due *atomic.Int64
 	// began is when the chunk was enqueued, while activity is recorded.
 	began time.Duration
 	// signals: the device signals Done behind the chunk.
@@ -63,7 +68,7 @@ type slot struct {
 }
 
 func newLink(e *Engine, pair device.Pair, d dispatch.Link) (l *link, err error) {
-	l = &link{engine: e, pair: pair, chunkBytes: d.ChunkBytes, stats: PathStats{From: pair.From, To: pair.To}}
+	l = &link{engine: e, pair: pair, chunkBytes: d.ChunkBytes, pacer: pacer{profile: d.BytesPerSecond}, stats: PathStats{From: pair.From, To: pair.To}}
 	defer func() {
 		if err != nil {
 			if l.kernel != nil {
@@ -92,7 +97,7 @@ func newLink(e *Engine, pair device.Pair, d dispatch.Link) (l *link, err error) 
 // newHop makes a hop of a relay. Its stream is the relay's, in both directions: if that GPU is
 // lost, the other one's streams are not.
 func newHop(e *Engine, b *relay, pair device.Pair, d dispatch.Link) (*link, error) {
-	l := &link{engine: e, pair: pair, chunkBytes: d.ChunkBytes, relay: b, hop: true, stats: PathStats{From: pair.From, To: pair.To}}
+	l := &link{engine: e, pair: pair, chunkBytes: d.ChunkBytes, pacer: pacer{profile: d.BytesPerSecond}, relay: b, hop: true, stats: PathStats{From: pair.From, To: pair.To}}
 	err := l.open(b.gpu, fmt.Sprintf("relay %s to %s", pair.From, pair.To))
 	if err == nil {
 		err = l.addSlots(len(b.buffers))
@@ -122,12 +127,12 @@ func (l *link) open(space device.Space, name string) (err error) {
 // addSlots makes slots until there are n.
 func (l *link) addSlots(n int) (err error) {
 	for i := len(l.slots); i < n; i++ {
-		s := slot{}
+		s := slot{due: new(atomic.Int64)}
 		if s.event, s.start, err = l.events(); err != nil {
 			return err
 		}
 		s.onEnd = device.Work{
-			Name: "complete transfer", Host: true,
+			Name: "complete transfer", Host: true, NotBefore: s.due,
 			Run:    func(device.Access) error { l.chunkEnded(i, nil); return nil },
 			Failed: func(err error) { l.chunkEnded(i, err) },
 		}
@@ -151,10 +156,17 @@ func (l *link) events() (end, start device.Event, err error) {
 // launch enqueues a chunk, or a part of its way, and its event.
 func (l *link) launch(i int, c dispatch.Chunk, via dispatch.Via) {
 	e := l.engine
+	now := e.o.Machine.Now()
 	if !l.busy {
-		l.busy, l.since = true, e.o.Machine.Now()
+		l.busy, l.since = true, now
 	}
-	l.slots[i].chunk, l.slots[i].via = c, via
+	s := &l.slots[i]
+	s.chunk, s.via = c, via
+	if c.Request.Owner.(*Ticket).unit > 0 {
+		s.due.Store(0) // on the kernels' stream
+	} else {
+		l.pacer.launch(now, c.Bytes, s.due)
+	}
 	e.activity.launched(l, i)
 	err := l.enqueue(i)
 	passed := false
@@ -164,6 +176,7 @@ func (l *link) launch(i int, c dispatch.Chunk, via dispatch.Via) {
 	switch {
 	case err != nil:
 		c.Request.Owner.(*Ticket).inOrder, l.refused = false, true
+		l.pacer.drop(now, s.due)
 		e.core.Refused(l.number, i, err)
 	case passed:
 		l.landed(i)
@@ -214,7 +227,8 @@ func (l *link) enqueue(i int) error {
 }
 
 // watch learns of the end of a slot's chunk: true if it has landed already. Done, where the device
-// signals it, is a word in memory, and an event a query of the driver.
+// signals it, is a word in memory, and an event a query of the driver. Neither is looked at before the chunk
+// is due.
 func (l *link) watch(i int) (landed bool, err error) {
 	s := &l.slots[i]
 	if s.signals && s.start == nil {
@@ -238,6 +252,7 @@ func (l *link) landed(i int) {
 		l.stats.RelayedCopies++
 		l.stats.RelayedBytes += s.chunk.Bytes
 	}
+	l.pacer.land(l.engine.o.Machine.Now(), s.due)
 	l.engine.activity.landed(l, i)
 	l.engine.core.Landed(l.number, i)
 }
@@ -292,6 +307,7 @@ func (l *link) chunkEnded(i int, err error) {
 	e.tick()
 	if err != nil {
 		l.slots[i].chunk.Request.Owner.(*Ticket).inOrder = false
+		l.pacer.drop(e.o.Machine.Now(), l.slots[i].due)
 		e.core.Failed(l.number, i, err)
 	} else {
 		l.landed(i)

@@ -42,7 +42,8 @@
 //   - An error that ends the context loses the device: every later call on the device
 //     returns device.ErrLost, and the fences that it had yet to signal fail.
 //   - The host waits by polling the driver, at first without a pause and then at growing
-//     intervals, so that every wait ends when its context is lost.
+//     intervals, so that every wait ends when its context is lost. A host stream does not
+//     poll for watches before device.Work.NotBefore; its thread sleeps while none is due.
 //
 // # Environment
 //

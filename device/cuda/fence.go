@@ -259,28 +259,30 @@ func (f *fence) enqueued(op string, space device.Space, value uint32) error {
 // Wait implements device.Fence.
 func (f *fence) Wait(ctx context.Context, value uint32) error { return f.wait(ctx, value, nil) }
 
-// wait is Wait; help, if it is not nil, is called between two looks.
-func (f *fence) wait(ctx context.Context, value uint32, help func()) error {
+// wait is Wait; helped, if it is not nil, is helped between two looks.
+func (f *fence) wait(ctx context.Context, value uint32, helped *hostStream) error {
 	f.mu.Lock()
 	closed := f.closed
 	f.mu.Unlock()
 	if closed || f.m.closed.Load() {
 		return closedError("wait", device.Host, f.String())
 	}
-	return f.await(ctx, value, help)
+	return f.await(ctx, value, helped)
 }
 
-func (f *fence) await(ctx context.Context, value uint32, help func()) error {
+func (f *fence) await(ctx context.Context, value uint32, helped *hostStream) error {
 	return f.m.waiting(f.label, func() error {
 		if !f.reached(value) {
 			what := func() string { return fmt.Sprintf("await %s at %d", f, value) }
 			most := longNap
-			if help != nil {
+			if helped != nil {
 				most = watchNap
 			}
 			err := f.m.poll(ctx, most, what, func() (bool, error) {
-				if help != nil {
-					help()
+				if helped != nil {
+					if idle := helped.help(); idle > 0 && !f.reached(value) {
+						helped.doze(idle)
+					}
 				}
 				return f.reached(value), nil
 			})

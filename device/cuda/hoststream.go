@@ -31,7 +31,7 @@ type hostStream struct {
 	// the helper may need it.
 	sleeper, freed sleeper
 
-	// helpers is the number of goroutines in Await.
+	// helpers is the number of goroutines in Await that look, and do not sleep until a watch is due.
 	helpers atomic.Int32
 
 	mu sync.Mutex
@@ -45,17 +45,19 @@ type hostStream struct {
 	// empty.
 	closed, ending bool
 	exited         chan struct{}
-	// watches are the pending watches; changed is when one was last added or removed.
-	watches []watch
-	changed time.Time
+	// watches are the pending watches; changed is when one was last added or removed. until is when the
+	// goroutine wakes of itself, while it sleeps because no watch is due before.
+	watches        []watch
+	changed, until time.Duration
 
 	// sides are GPU streams for copies from or to device memory; probed is when the
 	// devices were last checked for being alive. Only the goroutine uses them.
 	sides  map[*gpu]*Stream
 	probed time.Time
-	// failed is the stream's error; looked, pending and ends are scratch space of look. Whoever has
-	// taken the stream uses them.
+	// failed is the stream's error, and outlook what the latest look has left; looked, pending and ends
+	// are scratch space of look. Whoever has taken the stream uses them.
 	failed  error
+	outlook outlook
 	looked  []watch
 	pending []*gpuRecording
 	ends    []watchEnd

@@ -14,8 +14,12 @@ import (
 // watch is work that a host stream executes once a fence has reached value, or a
 // recording has completed. While it has no other work, the stream's goroutine polls its
 // watches in turn: without a pause for spinFor after the latest change, then with sleeps
-// of at most watchNap. Where another goroutine waits by Await, that one polls, and the
-// stream's sleeps at once, for longNap: two that poll would take twice the processor time.
+// of at most watchNap. Watches that are not due (device.Work.NotBefore) are left out, and
+// where none is, the goroutine sleeps until shortly before the first one is: chunks of a
+// PCIe link, say, take much longer than their ends may be learned of late. Where another
+// goroutine waits by Await, that one polls, and the stream's sleeps at once, for longNap: two
+// that poll would take twice the processor time. While no watch is due, the other one sleeps
+// too, and does not count: what is added meanwhile wakes the stream's.
 type watch struct {
 	work  device.Work
 	fence *fence
@@ -37,6 +41,14 @@ const (
 	// spinLoads is a pause of some 0.1 us between two looks.
 	spinLoads = 200
 )
+
+// due is when the wait can be over at the earliest; 0: at any time.
+func (w *watch) due() time.Duration {
+	if w.work.NotBefore == nil {
+		return 0
+	}
+	return time.Duration(w.work.NotBefore.Load())
+}
 
 // over reports whether the wait is over, and its error.
 func (w *watch) over() (bool, error) {
@@ -103,13 +115,16 @@ func (s *hostStream) WatchEvent(e device.Event, work device.Work) (bool, error) 
 	return reached, err
 }
 
-// watch adds a watch, or returns true if the wait is already over without an error.
+// watch adds a watch, or returns true if the wait is due and already over without an error.
 func (s *hostStream) watch(w watch) (bool, error) {
-	if over, err := w.over(); over && err == nil {
-		if s.gone() {
-			return false, closedError("watch", device.Host, s.String())
+	now, due := s.m.Now(), w.due()
+	if due <= now {
+		if over, err := w.over(); over && err == nil {
+			if s.gone() {
+				return false, closedError("watch", device.Host, s.String())
+			}
+			return true, nil
 		}
-		return true, nil
 	}
 	// The caller may reuse these slices.
 	w.work.Reads, w.work.Writes = nil, nil
@@ -118,9 +133,10 @@ func (s *hostStream) watch(w watch) (bool, error) {
 	if s.closed || s.m.closed.Load() {
 		return false, closedError("watch", device.Host, s.String())
 	}
-	s.watches, s.changed = append(s.watches, w), time.Now()
-	// Helpers look by themselves; of the first watch the goroutine has to know, for none may be left.
-	if len(s.watches) == 1 || s.helpers.Load() == 0 {
+	s.watches, s.changed = append(s.watches, w), now
+	// Helpers look by themselves, and the goroutine may be awake before the watch is due; of the first
+	// watch it has to know, for none may be left.
+	if len(s.watches) == 1 || s.helpers.Load() == 0 && (s.until == 0 || due < s.until) {
 		s.sleeper.wake()
 	}
 	return false, nil
@@ -133,29 +149,37 @@ func (w *watch) drop() {
 	}
 }
 
-// look enqueues the work of watches that are over. The lock is held on entry and on return,
-// and released while the driver is asked: whoever enqueues does not wait for that.
+// look enqueues the work of watches that are over, and notes the outlook. The lock is held on
+// entry and on return, and released while the driver is asked: whoever enqueues does not wait
+// for that.
 func (s *hostStream) look() {
+	s.outlook = outlook{}
 	if len(s.watches) == 0 {
 		return
 	}
 	s.looked = append(s.looked[:0], s.watches...)
 	s.mu.Unlock()
 	s.ends = s.ends[:0]
-	// Recordings of one stream complete in order: those after a pending one need no
-	// query. pending has one of each stream.
+	now := s.m.Now()
+	// Recordings of one stream complete in order: those after a pending one, or one that is not
+	// due, need no query. pending has one of each stream.
 	s.pending = s.pending[:0]
 	for i := range s.looked {
 		w := &s.looked[i]
+		if w.gpu != nil && slices.ContainsFunc(s.pending, w.gpu.follows) {
+			s.ends = append(s.ends, watchEnd{})
+			continue
+		}
 		over, err := false, error(nil)
-		if w.gpu == nil || !slices.ContainsFunc(s.pending, w.gpu.follows) {
-			over, err = w.over()
-			if !over && w.gpu != nil {
-				s.pending = append(s.pending, w.gpu)
-			}
+		if due := w.due(); due > now {
+			s.outlook.later(due)
+		} else if over, err = w.over(); !over {
+			s.outlook.now(due)
 		}
 		if over {
 			w.drop()
+		} else if w.gpu != nil {
+			s.pending = append(s.pending, w.gpu)
 		}
 		s.ends = append(s.ends, watchEnd{over, err})
 	}
@@ -165,6 +189,9 @@ func (s *hostStream) look() {
 	// Watches were at most added meanwhile.
 	left := s.watches[:0]
 	for i, w := range s.watches {
+		if i >= len(s.ends) {
+			s.outlook.now(0) // the next look tells
+		}
 		if i >= len(s.ends) || !s.ends[i].over {
 			left = append(left, w)
 			continue
@@ -176,7 +203,7 @@ func (s *hostStream) look() {
 		s.push(o)
 	}
 	if len(left) < len(s.watches) {
-		s.changed = time.Now()
+		s.changed = s.m.Now()
 		clear(s.watches[len(left):])
 		s.watches = left
 	}
@@ -198,10 +225,19 @@ func (s *hostStream) rest() {
 		s.sleep(0)
 		return
 	}
-	waited := time.Since(s.changed)
-	if waited < spinFor && s.helpers.Load() == 0 {
-		s.poll()
-		return
+	now, nap := s.m.Now(), longNap
+	helped := s.helpers.Load() > 0 // one looks, and the last one wakes this goroutine
+	if !helped {
+		if nap = s.outlook.rest(now, s.changed); nap == 0 {
+			s.poll()
+			return
+		}
+		if !s.outlook.open {
+			s.until = now + nap
+			s.sleep(nap)
+			s.until = 0
+			return
+		}
 	}
 	if time.Since(s.probed) > probeEvery {
 		s.probed = time.Now()
@@ -211,10 +247,6 @@ func (s *hostStream) rest() {
 			g.probe()
 		}
 		return // something may have been enqueued meanwhile
-	}
-	nap := min(watchNap, max(shortNap, waited/napShare))
-	if s.helpers.Load() > 0 {
-		nap = longNap // a helper looks, and the last one wakes this goroutine
 	}
 	s.sleep(nap)
 }
@@ -246,21 +278,24 @@ func (s *hostStream) Await(ctx context.Context, p device.Point) error {
 			s.mu.Unlock()
 		}
 	}()
-	return f.wait(ctx, p.Value, s.help)
+	return f.wait(ctx, p.Value, s)
 }
 
 // help runs the work of watches that are over, if the stream's goroutine sleeps and has nothing
-// else to run. Nobody waits for the lock on its account for longer than a few instructions.
-func (s *hostStream) help() {
+// else to run. Nobody waits for the lock on its account for longer than a few instructions. It
+// returns for how long the helper may doze, since no watch is due.
+func (s *hostStream) help() (idle time.Duration) {
 	if !s.mu.TryLock() {
-		return
+		return 0
 	}
 	defer s.mu.Unlock()
 	if s.taken || s.first < len(s.queue) {
-		return
+		return 0
 	}
 	s.taken = true
-	s.look()
+	if s.look(); s.first == len(s.queue) {
+		idle = s.outlook.doze(s.m.Now())
+	}
 	for s.first < len(s.queue) && s.queue[s.first].watched {
 		s.runNext()
 	}
@@ -269,6 +304,16 @@ func (s *hostStream) help() {
 	if s.first < len(s.queue) {
 		s.sleeper.wake()
 	}
+	return idle
+}
+
+// doze lets a helper sleep. It does not count meanwhile, so that what is added wakes the stream's
+// goroutine.
+func (s *hostStream) doze(d time.Duration) {
+	s.helpers.Add(-1)
+	precise()
+	nap(d)
+	s.helpers.Add(1)
 }
 
 // unwatch drops the remaining watches when the stream's goroutine ends.

@@ -56,6 +56,7 @@ func Run(t *testing.T, open func(t *testing.T) device.Machine) {
 		{"WatchOutOfOrder", 1, watchesOutOfOrder},
 		{"WatchFails", 1, watchesFail},
 		{"WatchEnds", 1, watchesEnd},
+		{"WatchesDue", 1, watchesDue},
 		{"Helps", 1, helps},
 		{"Errors", 1, streamErrors},
 		{"SignalWaitedFence", 1, signalWaitedFence},
