@@ -316,7 +316,7 @@ func TestBenchPrefix(t *testing.T) {
 	if len(r.TTFT) != 2*len(prefix.Places) || len(r.Hits) != 0 {
 		t.Fatalf("%+v", r)
 	}
-	seconds := map[prefix.Place]float64{}
+	seconds, loads := map[prefix.Place]float64{}, map[prefix.Place]float64{}
 	for i, x := range r.TTFT {
 		switch {
 		case x.Place == prefix.Nowhere && (x.CachedTokens != 0 || x.Seconds != x.MissSeconds || x.Speedup != 1):
@@ -328,7 +328,22 @@ func TestBenchPrefix(t *testing.T) {
 		case i%2 == 1 && (x.MissSeconds <= r.TTFT[i-1].MissSeconds || x.Speedup < r.TTFT[i-1].Speedup):
 			t.Errorf("%+v, of a shorter prefix %+v", x, r.TTFT[i-1])
 		}
-		seconds[x.Place] = x.Seconds // of the longer one
+		seconds[x.Place], loads[x.Place] = x.Seconds, x.LoadSeconds // of the longer one
+		if loaded := x.Place != prefix.HBM && x.Place != prefix.Nowhere; loaded != (x.LoadSeconds > 0) || x.LoadShare < 0 || x.LoadShare >= 1 || math.Abs(x.LoadShare*x.Seconds-x.LoadSeconds) > 1e-9 {
+			t.Errorf("%+v, loaded %v", x, loaded)
+		}
+	}
+	// All of a load and nothing else is what a tier adds to the time of the GPU's memory.
+	for _, p := range []prefix.Place{prefix.Peer, prefix.Host, prefix.File} {
+		if added := seconds[p] - seconds[prefix.HBM]; !(math.Abs(loads[p]/added-1) < 0.05) {
+			t.Errorf("%s: the load takes %g s, and the first token %g s more than in the GPU's memory", p, loads[p], added)
+		}
+	}
+	// A tenth of the rate: ten times the load, and a larger share of the time.
+	for _, x := range measure("--lengths", "160", "--places", "peer,host", "--repetitions", "1", "--emulate", "virtual,hbm=256MiB,host=2GiB,flops=1G,bw=100MB/s,pcie=5.53MB/s,nvlink=39.5MB/s").TTFT {
+		if slower := x.LoadSeconds / loads[x.Place]; !(slower > 9 && slower < 11) || !(x.LoadShare > 2*loads[x.Place]/seconds[x.Place]) {
+			t.Errorf("%+v: at ten times the rate the load takes %g s of %g", x, loads[x.Place], seconds[x.Place])
+		}
 	}
 	// The virtual clock does not count files' reads.
 	if !(seconds[prefix.HBM] < seconds[prefix.Peer] && seconds[prefix.Peer] < seconds[prefix.Host] && seconds[prefix.Host] <= seconds[prefix.File] && seconds[prefix.File] < seconds[prefix.Nowhere]) {
@@ -341,7 +356,7 @@ func TestBenchPrefix(t *testing.T) {
 		if x.Place == prefix.Host {
 			loaded, computed = computed, loaded
 		}
-		if x.CachedTokens != loaded || x.RecomputedTokens != computed || x.Seconds > x.MissSeconds {
+		if x.CachedTokens != loaded || x.RecomputedTokens != computed || x.Seconds > x.MissSeconds || (x.LoadShare > 0) != (loaded > 0) {
 			t.Errorf("%+v", x)
 		}
 	}
