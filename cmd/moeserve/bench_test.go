@@ -377,9 +377,22 @@ func TestBenchPrefix(t *testing.T) {
 	if steps := whole("--offload-fraction", "0.5", "--offload-tier", "host", "--max-num-batched-tokens", "64"); !(peer < 1.02*resident && host > 2*resident && steps > 2*host) {
 		t.Errorf("resident %g s, peer %g, host %g, in steps of 64 tokens %g", resident, peer, host, steps)
 	}
-	// On a virtual clock without rates nothing takes time, and nothing is faster.
-	if r = measure("--lengths", "16", "--places", "nowhere", "--emulate", "virtual,hbm=256MiB"); len(r.TTFT) != 1 || r.TTFT[0].Seconds != 0 || r.TTFT[0].Speedup != 0 {
+	// On a virtual clock without rates nothing takes time, and nothing is faster; stores end nevertheless.
+	still := func(args ...string) prefix.Result {
+		t.Helper()
+		return measure(append(args, "--places", "host,nowhere", "--repetitions", "1", "--emulate", "virtual,hbm=256MiB,host=2GiB")...)
+	}
+	if r = still("--lengths", "16"); len(r.TTFT) != 2 || r.TTFT[0].Seconds != 0 || r.TTFT[0].CachedTokens != 16 || r.TTFT[0].LoadShare != 0 || r.TTFT[1].Speedup != 0 {
 		t.Errorf("%+v", r.TTFT)
+	}
+	if r = still("--hits", "0,1", "--input-len", "32", "--num-prompts", "4", "--num-prefixes", "2"); len(r.Hits) != 4 || r.Hits[1].CachedTokens != 4*16 || r.Hits[1].RequestThroughput != 0 {
+		t.Errorf("%+v", r.Hits)
+	}
+	if r = still("--misses", "--lengths", "16"); len(r.Misses) != 1 || r.Misses[0].Cost != 0 {
+		t.Errorf("%+v", r.Misses)
+	}
+	if r = still("--decodes", "2", "--input-len", "16"); len(r.Decodes) != 4 || r.Decodes[3].Cost != 0 {
+		t.Errorf("%+v", r.Decodes)
 	}
 	if racedetector.Enabled {
 		return // the rest runs alike

@@ -311,6 +311,17 @@ func TestShorten(t *testing.T) {
 	}
 }
 
+// However few requests find their prompts, there is room for the prompts of one fraction, and not for more
+// than that.
+func TestRoomForHits(t *testing.T) {
+	for fraction, want := range map[float64]int{0.5: 5 * 32, 1e-300: 15 * 32, 0: 2 * 32} {
+		o := &opener{}
+		if err := prefix.Hits(t.Context(), prefix.HitsOptions{Open: o.open, Places: []prefix.Place{prefix.Host}, Fractions: []float64{fraction}, Requests: 10, PromptTokens: 32, Pool: 2}, &prefix.Result{}, nil); err != nil || o.engines[0].room != want {
+			t.Errorf("hits %g: room for %d tokens, want %d: %v", fraction, o.engines[0].room, want, err)
+		}
+	}
+}
+
 func TestParsePlaces(t *testing.T) {
 	if got, err := prefix.ParsePlaces("host, hbm"); err != nil || !slices.Equal(got, []prefix.Place{prefix.Host, prefix.HBM}) {
 		t.Errorf("%v, %v", got, err)

@@ -95,9 +95,15 @@ func (b *Prefixes) loading() time.Duration {
 }
 
 // Settle implements prefix.Engine. Blocks that are being stored are held; the engine sees that
-// a store has ended when it runs a step.
+// a store has ended when it runs a step. Steps alone would not do: where the virtual clock of emulated
+// devices does not advance, nothing but a wait for a copy runs it.
 func (b *Prefixes) Settle(ctx context.Context) error {
 	for b.n.KV().Held() > 0 {
+		if t := b.n.KVTiers(); t != nil {
+			if err := t.Wait(ctx); err != nil {
+				return err
+			}
+		}
 		if _, err := b.Run(ctx, [][]int32{{0}}, prefix.RunOptions{NewTokens: 1, WithoutTiers: true}); err != nil {
 			return err
 		}
