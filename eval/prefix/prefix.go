@@ -87,8 +87,8 @@ type Batch struct {
 	// Recomputed is the number of those that a tier had, too, and that were computed, since a load
 	// was expected to take longer.
 	Recomputed int
-	// Loading is the time of the loads from tiers, each from its submission until its last byte is in
-	// the GPU's memory, added up: 0 where nothing was loaded.
+	// Loading is the time of the loads from tiers, each from its submission until the host sees that
+	// its last byte is in the GPU's memory, added up: 0 where nothing was loaded.
 	Loading time.Duration
 }
 

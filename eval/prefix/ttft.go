@@ -82,8 +82,8 @@ type TTFTPoint struct {
 	// RecomputedTokens are those that the place had, too, and that were computed, since a load was
 	// expected to take longer.
 	RecomputedTokens int `json:"recomputed_tokens"`
-	// LoadSeconds is the time from the submission of the prefix's load until its last byte is in the
-	// GPU's memory, of requests that find the prompt; LoadShare is that over their time to first token.
+	// LoadSeconds is the time from the submission of the prefix's load until the host sees that its last
+	// byte is in the GPU's memory, of requests that find the prompt; LoadShare is that over their time to first token.
 	// Both are medians, each of its own; 0 where nothing is loaded: in HBM, in Nowhere, and where all was
 	// computed again.
 	LoadSeconds float64 `json:"load_s,omitempty"`

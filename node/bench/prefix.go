@@ -80,8 +80,8 @@ func (b *Prefixes) recomputed() int64 {
 	return t.Decisions().ComputedTokens
 }
 
-// loading is the time of all loads from tiers so far, each from its submission until its last byte has
-// arrived. The tiers take it of every load.
+// loading is the time of all loads from tiers so far, each from its submission until the host sees that
+// its last byte has arrived. The tiers measure it of every load.
 func (b *Prefixes) loading() time.Duration {
 	t := b.n.KVTiers()
 	if t == nil {
