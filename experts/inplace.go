@@ -250,7 +250,8 @@ func (s *steps) inPlaceUse(layer int) (Use, error) {
 }
 
 // countInPlace counts the uses of the latest step in place, once its routed tokens are known:
-// each expert that got tokens is used once, from where it was read.
+// each expert that got tokens is used once, from where it was read. In the expert cache that is a miss if
+// a prefetch has put it there that nothing has used.
 func (s *steps) countInPlace(position int, tokens []int64) {
 	size := s.plan.Layout.Size
 	for e, n := range tokens {
@@ -258,10 +259,11 @@ func (s *steps) countInPlace(position int, tokens []int64) {
 			continue
 		}
 		from := s.inPlace.from[position*s.plan.Experts+e]
-		s.counts.use(position, e, from)
 		if from == Cached {
-			s.fetch.used(ID{position, e})
+			s.countCached(position, e)
+			continue
 		}
+		s.counts.use(position, e, from)
 		if from == Peer || from == Host {
 			s.counts.ReadInPlace[from] += size
 		}

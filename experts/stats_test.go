@@ -133,7 +133,8 @@ func (f *fetcher) unusedNow() (n int) {
 }
 
 // TestUnusedPrefetches: an expert that was prefetched and not selected is marked until a later layer uses
-// it, also in place, or another expert gets its slot, which counts. Snapshot has both, and the hits of each.
+// it, also in place, or another expert gets its slot, which counts. Its first use is a miss, and prefetched, also
+// in place. Snapshot has both, and the hits of each.
 func TestUnusedPrefetches(t *testing.T) {
 	r := newRig(t, small(rowMajor), emulated.Options{Virtual: true}, 200)
 	s := r.open(Config{Placement: r.placed(0.5), CacheSlots: 3, InPlace: true}) // experts 1, 3 and 5 of layers are offloaded
@@ -146,14 +147,17 @@ func TestUnusedPrefetches(t *testing.T) {
 		inPlace          bool
 		marked           []int // of layer 0
 		unused           int64 // of it, so far
+		misses           int64 // of both layers, so far, and those of them that were prefetched
+		prefetched       int64
 	}{
 		{what: "not selected", predicted: []int32{1, 3}, chose: []int32{0}, marked: []int{1, 3}},
-		{what: "selected later", chose: []int32{1}, marked: []int{3}},
-		{what: "used in place later", chose: []int32{3}, inPlace: true},
-		{what: "not selected again", predicted: []int32{5}, chose: []int32{0}, marked: []int{5}},
-		{what: "others get the slots", layer: 1, chose: []int32{1, 3, 5}, unused: 1},
-		{what: "selected at once", predicted: []int32{1}, chose: []int32{1}, unused: 1},
-		{what: "others get the slots", layer: 1, chose: []int32{1, 3, 5}, unused: 1},
+		{what: "selected later", chose: []int32{1}, marked: []int{3}, misses: 1, prefetched: 1},
+		{what: "used in place later", chose: []int32{3}, inPlace: true, misses: 2, prefetched: 2},
+		{what: "used in place again", chose: []int32{3}, inPlace: true, misses: 2, prefetched: 2},
+		{what: "not selected again", predicted: []int32{5}, chose: []int32{0}, marked: []int{5}, misses: 2, prefetched: 2},
+		{what: "others get the slots", layer: 1, chose: []int32{1, 3, 5}, unused: 1, misses: 5, prefetched: 2},
+		{what: "selected at once", predicted: []int32{1}, chose: []int32{1}, unused: 1, misses: 6, prefetched: 3},
+		{what: "others get the slots", layer: 1, chose: []int32{1, 3, 5}, unused: 1, misses: 7, prefetched: 3},
 	} {
 		st := r.begin(s)
 		if c.inPlace {
@@ -197,6 +201,8 @@ func TestUnusedPrefetches(t *testing.T) {
 		}
 		if now := s.Stats(); hits != now.Hits || uses != now.Hits+now.Misses {
 			t.Errorf("step %d, %s: %d hits of %d uses by expert, %+v in all", i, c.what, hits, uses, now)
+		} else if now.Misses != c.misses || now.Prefetched != c.prefetched {
+			t.Errorf("step %d, %s: %d misses, %d of them prefetched, want %d and %d", i, c.what, now.Misses, now.Prefetched, c.misses, c.prefetched)
 		}
 	}
 }

@@ -329,17 +329,22 @@ func appendWave(waves []Wave, list kernels.Tensor, ids []int) []Wave {
 // is the miss that the fetch was for.
 func (s *steps) countUse(position int, missing []int) {
 	for _, e := range missing {
-		a := s.fetch.slotFetch(ID{position, e})
-		if !a.uncounted {
-			s.counts.use(position, e, Cached)
-			continue
-		}
-		a.uncounted = false
-		s.fetch.used(ID{position, e})
-		s.counts.use(position, e, a.from)
-		if a.prefetched {
-			s.counts.Prefetched++
-		}
+		s.countCached(position, e)
+	}
+}
+
+// countCached counts a use of an expert in the expert cache: the first one after its fetch is a miss.
+func (s *steps) countCached(position, e int) {
+	a := s.fetch.slotFetch(ID{position, e})
+	if !a.uncounted {
+		s.counts.use(position, e, Cached)
+		return
+	}
+	a.uncounted = false
+	s.fetch.used(ID{position, e})
+	s.counts.use(position, e, a.from)
+	if a.prefetched {
+		s.counts.Prefetched++
 	}
 }
 

@@ -316,7 +316,7 @@ func TestBenchPrefix(t *testing.T) {
 	if len(r.TTFT) != 2*len(prefix.Places) || len(r.Hits) != 0 {
 		t.Fatalf("%+v", r)
 	}
-	seconds := map[prefix.Place]float64{}
+	seconds, loads := map[prefix.Place]float64{}, map[prefix.Place]float64{}
 	for i, x := range r.TTFT {
 		switch {
 		case x.Place == prefix.Nowhere && (x.CachedTokens != 0 || x.Seconds != x.MissSeconds || x.Speedup != 1):
@@ -328,7 +328,22 @@ func TestBenchPrefix(t *testing.T) {
 		case i%2 == 1 && (x.MissSeconds <= r.TTFT[i-1].MissSeconds || x.Speedup < r.TTFT[i-1].Speedup):
 			t.Errorf("%+v, of a shorter prefix %+v", x, r.TTFT[i-1])
 		}
-		seconds[x.Place] = x.Seconds // of the longer one
+		seconds[x.Place], loads[x.Place] = x.Seconds, x.LoadSeconds // of the longer one
+		if loaded := x.Place != prefix.HBM && x.Place != prefix.Nowhere; loaded != (x.LoadSeconds > 0) || x.LoadShare < 0 || x.LoadShare >= 1 || math.Abs(x.LoadShare*x.Seconds-x.LoadSeconds) > 1e-9 {
+			t.Errorf("%+v, loaded %v", x, loaded)
+		}
+	}
+	// All of a load and nothing else is what a tier adds to the time of the GPU's memory.
+	for _, p := range []prefix.Place{prefix.Peer, prefix.Host, prefix.File} {
+		if added := seconds[p] - seconds[prefix.HBM]; !(math.Abs(loads[p]/added-1) < 0.05) {
+			t.Errorf("%s: the load takes %g s, and the first token %g s more than in the GPU's memory", p, loads[p], added)
+		}
+	}
+	// A tenth of the rate: ten times the load, and a larger share of the time.
+	for _, x := range measure("--lengths", "160", "--places", "peer,host", "--repetitions", "1", "--emulate", "virtual,hbm=256MiB,host=2GiB,flops=1G,bw=100MB/s,pcie=5.53MB/s,nvlink=39.5MB/s").TTFT {
+		if slower := x.LoadSeconds / loads[x.Place]; !(slower > 9 && slower < 11) || !(x.LoadShare > 2*loads[x.Place]/seconds[x.Place]) {
+			t.Errorf("%+v: at ten times the rate the load takes %g s of %g", x, loads[x.Place], seconds[x.Place])
+		}
 	}
 	// The virtual clock does not count files' reads.
 	if !(seconds[prefix.HBM] < seconds[prefix.Peer] && seconds[prefix.Peer] < seconds[prefix.Host] && seconds[prefix.Host] <= seconds[prefix.File] && seconds[prefix.File] < seconds[prefix.Nowhere]) {
@@ -341,7 +356,7 @@ func TestBenchPrefix(t *testing.T) {
 		if x.Place == prefix.Host {
 			loaded, computed = computed, loaded
 		}
-		if x.CachedTokens != loaded || x.RecomputedTokens != computed || x.Seconds > x.MissSeconds {
+		if x.CachedTokens != loaded || x.RecomputedTokens != computed || x.Seconds > x.MissSeconds || (x.LoadShare > 0) != (loaded > 0) {
 			t.Errorf("%+v", x)
 		}
 	}
@@ -362,9 +377,22 @@ func TestBenchPrefix(t *testing.T) {
 	if steps := whole("--offload-fraction", "0.5", "--offload-tier", "host", "--max-num-batched-tokens", "64"); !(peer < 1.02*resident && host > 2*resident && steps > 2*host) {
 		t.Errorf("resident %g s, peer %g, host %g, in steps of 64 tokens %g", resident, peer, host, steps)
 	}
-	// On a virtual clock without rates nothing takes time, and nothing is faster.
-	if r = measure("--lengths", "16", "--places", "nowhere", "--emulate", "virtual,hbm=256MiB"); len(r.TTFT) != 1 || r.TTFT[0].Seconds != 0 || r.TTFT[0].Speedup != 0 {
+	// On a virtual clock without rates nothing takes time, and nothing is faster; stores end nevertheless.
+	still := func(args ...string) prefix.Result {
+		t.Helper()
+		return measure(append(args, "--places", "host,nowhere", "--repetitions", "1", "--emulate", "virtual,hbm=256MiB,host=2GiB")...)
+	}
+	if r = still("--lengths", "16"); len(r.TTFT) != 2 || r.TTFT[0].Seconds != 0 || r.TTFT[0].CachedTokens != 16 || r.TTFT[0].LoadShare != 0 || r.TTFT[1].Speedup != 0 {
 		t.Errorf("%+v", r.TTFT)
+	}
+	if r = still("--hits", "0,1", "--input-len", "32", "--num-prompts", "4", "--num-prefixes", "2"); len(r.Hits) != 4 || r.Hits[1].CachedTokens != 4*16 || r.Hits[1].RequestThroughput != 0 {
+		t.Errorf("%+v", r.Hits)
+	}
+	if r = still("--misses", "--lengths", "16"); len(r.Misses) != 1 || r.Misses[0].Cost != 0 {
+		t.Errorf("%+v", r.Misses)
+	}
+	if r = still("--decodes", "2", "--input-len", "16"); len(r.Decodes) != 4 || r.Decodes[3].Cost != 0 {
+		t.Errorf("%+v", r.Decodes)
 	}
 	if racedetector.Enabled {
 		return // the rest runs alike

@@ -58,7 +58,8 @@ With --decodes what stores and loads add to decode steps of so many sequences of
 A prompt has one token more than its prefix, which is always computed. Default lengths
 that do not fit the model's context, or the memory of the machine, are excluded. Places
 whose tier cannot be opened are skipped, and named. How many tokens were found stands
-beside each time: an engine may find it faster to compute a prefix again.
+beside each time: an engine may find it faster to compute a prefix again. So does the
+share of the time that loading the prefix took (load), where it was loaded.
 
 Ctrl-C ends the measurement with the points that are done.`,
 		Example: `  moeserve bench prefix mixtral-8x7b --load-format dummy --lengths 1024,32000 \

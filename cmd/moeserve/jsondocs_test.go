@@ -421,6 +421,8 @@ var fieldDocs = map[string]string{
 	"TTFTPoint.ttft_s":            "median time to first token of requests that find the prefix; in `nowhere` that of the request that computes it",
 	"miss_ttft_s":                 "time to first token of the request that computes the prefix",
 	"decode_step_s":               "mean time of a token after the first",
+	"TTFTPoint.load_s":            "median time from the submission of the prefix's load until the host sees that its last byte is in the GPU's memory, of requests that find the prefix; absent where nothing was loaded",
+	"load_share":                  "median of the share that this time has of the time to first token of its request, from 0 to 1; absent where nothing was loaded",
 	"ttft_speedup":                "`ttft_s` in `nowhere` over it; absent where that was not measured",
 	"prefix_hits":                 "one object for each place and fraction of requests that find their prompt",
 	"hit_fraction":                "fraction of the requests whose prompts have run before",

@@ -376,3 +376,32 @@ func TestTally(t *testing.T) {
 		t.Errorf("%q, want %q", lines, want)
 	}
 }
+
+// run says that the context, not --max-tokens, ends the completion; not with --quiet, and not where both or
+// --max-tokens alone do.
+func TestContextEnds(t *testing.T) {
+	for _, c := range []struct {
+		tokens string
+		quiet  bool
+		want   string // empty: no note
+	}{
+		{tokens: "1000", want: "moeserve: the context ends the completion after 29 of --max-tokens 1000: prompt and completion have at most 32 tokens together (--max-model-len)\n"},
+		{tokens: "30", want: "moeserve: the context ends the completion after 29 of --max-tokens 30: prompt and completion have at most 32 tokens together (--max-model-len)\n"},
+		{tokens: "1000", quiet: true},
+		{tokens: "29"},
+		{tokens: "5"},
+	} {
+		args := []string{"run", "--prompt-ids", "1,2,3", "--ignore-eos", "--max-model-len", "32", "--max-tokens", c.tokens}
+		if c.quiet {
+			args = append(args, "--quiet")
+		}
+		_, stderr, code := invoke(t, strings.NewReader(""), args...)
+		if code != exitDone || !strings.HasPrefix(stderr, c.want) || (c.want == "" && strings.Contains(stderr, "context")) || c.quiet && stderr != "" {
+			t.Errorf("--max-tokens %s, quiet %v: exit code %d, %q", c.tokens, c.quiet, code, stderr)
+		}
+	}
+	_, stderr, code := invoke(t, strings.NewReader(""), "run", "--log-format", "json", "--max-model-len", "32", "--ignore-eos", "--max-tokens", "99", "1+2=")
+	if code != exitDone || !strings.Contains(stderr, `"level":"WARN","msg":"the context ends the completion after `) {
+		t.Errorf("exit code %d: %s", code, stderr)
+	}
+}

@@ -260,6 +260,10 @@ func run(ctx context.Context, s *streams, set *settings, o *runOptions) (err err
 	}
 	r := newRunResult(a, &loaded, &done)
 	if !o.quiet {
+		if most := set.Generate.MaxTokens; a.finish == engine.FinishLength && len(a.ids) < most {
+			s.notice(&set.Output, "the context ends the completion after %d of --max-tokens %d: prompt and completion have at most %d tokens together (--max-model-len)",
+				len(a.ids), most, n.Info().Limits.MaxModelLen)
+		}
 		if err := printReport(s.err, r, o.verbose, n.Text().Tokenizer != nil); err != nil {
 			return err
 		}

@@ -2,6 +2,7 @@ package prefix_test
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"math"
 	"strings"
@@ -106,5 +107,51 @@ func TestDecodes(t *testing.T) {
 	var table strings.Builder
 	if err := prefix.WriteTable(&table, r); err != nil || !strings.Contains(table.String(), "own stores") || !strings.Contains(table.String(), "+10.00 %") {
 		t.Errorf("%v\n%s", err, &table)
+	}
+}
+
+// still is an engine on which nothing takes time.
+type still struct{ engine }
+
+func (e *still) Run(_ context.Context, prompts [][]int32, _ prefix.RunOptions) (prefix.Batch, error) {
+	return prefix.Batch{First: make([]time.Duration, len(prompts)), Last: make([]time.Duration, len(prompts))}, nil
+}
+
+func (e *still) Steps(_ context.Context, n int, _ prefix.Traffic) (prefix.Steps, error) {
+	return prefix.Steps{Times: make([]time.Duration, n), Host: make([]time.Duration, n), Bytes: 1000}, nil
+}
+
+// Where nothing takes time there are no rates, shares and costs, and a result without them is written.
+func TestNoTime(t *testing.T) {
+	r := &prefix.Result{}
+	open := func(_ context.Context, p prefix.Place, _, _ int) (prefix.Engine, error) {
+		return &still{engine{place: p}}, nil
+	}
+	if err := errors.Join(
+		prefix.TTFT(t.Context(), prefix.TTFTOptions{Open: open, Lengths: []int{16}}, r, nil),
+		prefix.Hits(t.Context(), prefix.HitsOptions{Open: open, Requests: 2, PromptTokens: 16, Pool: 1}, r, nil),
+		prefix.Misses(t.Context(), prefix.MissesOptions{Open: open, Lengths: []int{16}}, r, nil),
+		prefix.Decodes(t.Context(), prefix.DecodesOptions{Open: func(_ context.Context, p prefix.Place, _, _, _ int) (prefix.Decoder, error) {
+			return &still{engine{place: p}}, nil
+		}, Sequences: 1, Tokens: 16}, r, nil),
+	); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := json.Marshal(r); err != nil {
+		t.Error(err)
+	}
+	var table, list strings.Builder
+	if err := errors.Join(prefix.WriteTable(&table, r), prefix.WriteCSV(&list, r)); err != nil {
+		t.Fatal(err)
+	}
+	for _, text := range []string{table.String(), list.String()} {
+		if strings.Contains(text, "NaN") || strings.Contains(text, "Inf") {
+			t.Errorf("a number that is none:\n%s", text)
+		}
+	}
+	for _, x := range r.Misses {
+		if x.Cost != 0 {
+			t.Errorf("%+v", x)
+		}
 	}
 }

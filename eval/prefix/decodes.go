@@ -179,12 +179,12 @@ func (m *decodes) place(ctx context.Context, p Place) (err error) {
 		s := sums[t]
 		var costs []float64
 		for i, d := range s.rounds {
-			costs = append(costs, d.Seconds()/sums[Quiet].rounds[i].Seconds()-1)
+			quiet := sums[Quiet].rounds[i]
+			costs = append(costs, ratio((d-quiet).Seconds(), quiet.Seconds()))
 		}
-		slices.Sort(costs)
 		m.r.Decodes = append(m.r.Decodes, DecodePoint{
 			Place: p, Traffic: t, Sequences: o.Sequences, ContextTokens: o.Tokens, StepSeconds: median(s.steps).Seconds(),
-			Cost: costs[len(costs)/2], HostSeconds: median(s.host).Seconds(), BytesPerSecond: float64(s.bytes) / s.elapsed.Seconds(),
+			Cost: median(costs), HostSeconds: median(s.host).Seconds(), BytesPerSecond: ratio(float64(s.bytes), s.elapsed.Seconds()),
 		})
 	}
 	return nil

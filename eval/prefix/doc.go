@@ -12,7 +12,9 @@
 //
 // Time to first token: a prompt of random tokens runs once, which computes it (the miss). When
 // its blocks have been stored, it runs again, repeatedly (hits); the median counts. One request
-// runs at a time. Beside both stands the time of a decode step at that context.
+// runs at a time. Beside both stands the time of a decode step at that context, and, where the prefix
+// is loaded, the share of the load in the time to first token: from its submission to its last byte, as
+// the engine's tiers have measured it, over the time of the same request.
 //
 // Throughput: the prompts of a pool run. Then all requests are submitted at once; some have
 // prompts of the pool in turn, evenly among new ones. A tier has room for what is stored

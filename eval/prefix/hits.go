@@ -76,7 +76,8 @@ type HitsPoint struct {
 	// expected to take longer.
 	RecomputedTokens int `json:"recomputed_tokens"`
 	// Seconds from the submission of all requests to the last token.
-	Seconds           float64 `json:"duration_s"`
+	Seconds float64 `json:"duration_s"`
+	// RequestThroughput is in requests per second; 0 where they take no time.
 	RequestThroughput float64 `json:"request_throughput"`
 	// Speedup is RequestThroughput over that without hits in the same place; 0 where it was
 	// not measured.
@@ -134,13 +135,11 @@ func (m *hits) place(ctx context.Context, p Place) (err error) {
 			Place: p, HitFraction: f, Requests: o.Requests, PromptTokens: o.Requests * o.PromptTokens, CachedTokens: b.Cached, RecomputedTokens: b.Recomputed,
 			Seconds: slices.Max(b.Last).Seconds(),
 		}
-		x.RequestThroughput = float64(o.Requests) / x.Seconds
+		x.RequestThroughput = ratio(float64(o.Requests), x.Seconds)
 		if f == 0 {
 			base = x.RequestThroughput
 		}
-		if base > 0 {
-			x.Speedup = x.RequestThroughput / base
-		}
+		x.Speedup = ratio(x.RequestThroughput, base)
 		m.r.Hits = append(m.r.Hits, x)
 		if m.done += int64(o.Pool + o.Requests); o.Progress != nil {
 			o.Progress(m.done, m.total)
@@ -150,7 +149,7 @@ func (m *hits) place(ctx context.Context, p Place) (err error) {
 }
 
 // kept is how many tokens must be kept so that every prompt of the pool is still there when
-// its turn comes: since its last one, others have been stored.
+// its turn comes: since its last one, others have been stored, at most those of one fraction.
 func (o *HitsOptions) kept() int {
 	fewest := 1.0
 	for _, f := range o.Fractions {
@@ -158,7 +157,7 @@ func (o *HitsOptions) kept() int {
 			fewest = min(fewest, f)
 		}
 	}
-	return int(1.25*float64(o.Pool)/fewest) * o.PromptTokens
+	return int(1.25*min(float64(o.Pool)/fewest, float64(o.Pool+o.Requests))) * o.PromptTokens
 }
 
 // mix puts prompts of the pool, in turn, in the place of a fraction of the others, evenly.

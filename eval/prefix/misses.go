@@ -138,7 +138,7 @@ func (m *misses) place(ctx context.Context, p Place) (err error) {
 		}
 		x := MissPoint{Place: p, PromptTokens: n, FirstSeconds: times[true][0].Seconds()}
 		x.Seconds, x.PlainSeconds = median(times[true]).Seconds(), median(times[false]).Seconds()
-		x.Cost = x.Seconds/x.PlainSeconds - 1
+		x.Cost = ratio(x.Seconds-x.PlainSeconds, x.PlainSeconds)
 		m.r.Misses = append(m.r.Misses, x)
 	}
 	return nil

@@ -1,6 +1,7 @@
 package prefix
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"slices"
@@ -86,6 +87,9 @@ type Batch struct {
 	// Recomputed is the number of those that a tier had, too, and that were computed, since a load
 	// was expected to take longer.
 	Recomputed int
+	// Loading is the time of the loads from tiers, each from its submission until the host sees that
+	// its last byte is in the GPU's memory, added up: 0 where nothing was loaded.
+	Loading time.Duration
 }
 
 // Open opens an engine that keeps prefixes in a place, which has room for those of tokens
@@ -120,11 +124,19 @@ func prompt(n, vocab int, seed uint64) []int32 {
 // closing closes an engine, and adds the error to err.
 func closing(e Engine, err *error) { *err = errors.Join(*err, e.Close()) }
 
-// median of durations, which it sorts; 0 of none.
-func median(d []time.Duration) time.Duration {
-	if len(d) == 0 {
+// median of values, which it sorts; 0 of none.
+func median[T cmp.Ordered](v []T) (m T) {
+	if len(v) == 0 {
+		return m
+	}
+	slices.Sort(v)
+	return v[len(v)/2]
+}
+
+// ratio is a part of a whole; 0 where there is no whole, as on a virtual clock without rates.
+func ratio(part, whole float64) float64 {
+	if whole == 0 {
 		return 0
 	}
-	slices.Sort(d)
-	return d[len(d)/2]
+	return part / whole
 }

@@ -33,6 +33,7 @@ type engine struct {
 	closed        bool
 	runs          [][][]int32
 	fail          int // at that run, from 1
+	loads         int
 }
 
 func (e *engine) Info() prefix.Info {
@@ -64,6 +65,9 @@ func (e *engine) Run(ctx context.Context, prompts [][]int32, o prefix.RunOptions
 		if k := slices.IndexFunc(e.kept, func(k []int32) bool { return slices.Equal(k, p) }); k >= 0 {
 			seconds = float64(len(p)) / loaded[e.place]
 			b.Cached += len(p)
+			if e.place != prefix.HBM {
+				b.Loading += e.loading(seconds)
+			}
 			e.kept = append(slices.Delete(e.kept, k, k+1), p)
 		} else if e.place != prefix.Nowhere {
 			e.pending = append(e.pending, p)
@@ -74,6 +78,16 @@ func (e *engine) Run(ctx context.Context, prompts [][]int32, o prefix.RunOptions
 		b.Last = append(b.Last, now)
 	}
 	return b, nil
+}
+
+// loading is the time of a load in a time to first token of so many seconds: half of it, and of each
+// third request nearly all.
+func (e *engine) loading(seconds float64) time.Duration {
+	share := 0.5
+	if e.loads++; e.loads%3 == 0 {
+		share = 0.9
+	}
+	return time.Duration(share * seconds * 1e9)
 }
 
 func (e *engine) Settle(context.Context) error {
@@ -142,6 +156,13 @@ func TestTTFT(t *testing.T) {
 		if x.Place != place || x.PrefixTokens != lengths[i%2] || x.CachedTokens != cached || math.Abs(x.Seconds/want-1) > 1e-3 ||
 			math.Abs(x.MissSeconds/(n/computed)-1) > 1e-6 || math.Abs(x.DecodeStepSeconds/step.Seconds()-1) > 1e-6 || math.Abs(x.Speedup/(n/computed/x.Seconds)-1) > 1e-9 {
 			t.Errorf("%+v, want %.4g s in %s", x, want, place)
+		}
+		share := 0.0
+		if place != prefix.HBM && place != prefix.Nowhere {
+			share = 0.5
+		}
+		if math.Abs(x.LoadShare-share) > 1e-3 || math.Abs(x.LoadSeconds-share*x.Seconds) > 1e-6 {
+			t.Errorf("%+v, want a share of %g of the load", x, share)
 		}
 	}
 	// A warm-up, then of each length the miss and the hits; and no prompt begins like another.
@@ -290,6 +311,17 @@ func TestShorten(t *testing.T) {
 	}
 }
 
+// However few requests find their prompts, there is room for the prompts of one fraction, and not for more
+// than that.
+func TestRoomForHits(t *testing.T) {
+	for fraction, want := range map[float64]int{0.5: 5 * 32, 1e-300: 15 * 32, 0: 2 * 32} {
+		o := &opener{}
+		if err := prefix.Hits(t.Context(), prefix.HitsOptions{Open: o.open, Places: []prefix.Place{prefix.Host}, Fractions: []float64{fraction}, Requests: 10, PromptTokens: 32, Pool: 2}, &prefix.Result{}, nil); err != nil || o.engines[0].room != want {
+			t.Errorf("hits %g: room for %d tokens, want %d: %v", fraction, o.engines[0].room, want, err)
+		}
+	}
+}
+
 func TestParsePlaces(t *testing.T) {
 	if got, err := prefix.ParsePlaces("host, hbm"); err != nil || !slices.Equal(got, []prefix.Place{prefix.Host, prefix.HBM}) {
 		t.Errorf("%v, %v", got, err)
@@ -313,13 +345,21 @@ func TestOutput(t *testing.T) {
 	if err := errors.Join(prefix.WriteTable(&table, r), prefix.WriteCSV(&list, r)); err != nil {
 		t.Fatal(err)
 	}
-	for _, want := range []string{"TTFT ms", "nowhere/TTFT", "requests/s", "10 requests of 32 prompt tokens", "does not count reading and writing files", "fake (bfloat16), KV blocks of 16 tokens"} {
+	for _, want := range []string{"TTFT ms", "  load  ", "  50.0 %  ", "nowhere/TTFT", "requests/s", "10 requests of 32 prompt tokens", "does not count reading and writing files", "fake (bfloat16), KV blocks of 16 tokens"} {
 		if !strings.Contains(table.String(), want) {
 			t.Errorf("no %q in\n%s", want, &table)
 		}
 	}
-	if lines, err := csv.NewReader(&list).ReadAll(); err != nil || len(lines) != 1+len(r.TTFT)+len(r.Hits) {
-		t.Errorf("%v, %d lines", err, len(lines))
+	lines, err := csv.NewReader(&list).ReadAll()
+	if err != nil || len(lines) != 1+len(r.TTFT)+len(r.Hits) {
+		t.Fatalf("%v, %d lines", err, len(lines))
+	}
+	for i, line := range lines[1:] {
+		load, found := line[slices.Index(lines[0], "load_share")], line[slices.Index(lines[0], "hit_fraction")]
+		loads := i < len(r.TTFT) && r.TTFT[i].Place != prefix.HBM && r.TTFT[i].Place != prefix.Nowhere
+		if loads != strings.HasPrefix(load, "0.5") || (i < len(r.TTFT)) != (found == "") {
+			t.Errorf("load_share %q, hit_fraction %q in %q", load, found, line)
+		}
 	}
 	var ttft, hits bytes.Buffer
 	if err := errors.Join(prefix.PlotTTFT(&ttft, "svg", r), prefix.PlotHits(&hits, "svg", r)); err != nil {

@@ -22,12 +22,12 @@ func WriteTable(out io.Writer, r *Result) error {
 	fmt.Fprintf(&b, "%s (%s), KV blocks of %d tokens\n\n", untrusted.Name(r.Model), r.DType, r.BlockTokens)
 	w := tabwriter.NewWriter(&b, 0, 0, 2, ' ', tabwriter.AlignRight)
 	if len(r.TTFT) > 0 {
-		fmt.Fprintln(w, "prefix in\tprefix\tfound\trecomputed\tTTFT ms\tmiss ms\tdecode step ms\tnowhere/TTFT\t")
+		fmt.Fprintln(w, "prefix in\tprefix\tfound\trecomputed\tTTFT ms\tload\tmiss ms\tdecode step ms\tnowhere/TTFT\t")
 		for _, x := range r.TTFT {
-			fmt.Fprintf(w, "%s\t%d\t%d\t%d\t%.4g\t%.4g\t%.4g\t%s\t\n", x.Place, x.PrefixTokens, x.CachedTokens, x.RecomputedTokens, 1e3*x.Seconds, 1e3*x.MissSeconds, 1e3*x.DecodeStepSeconds, times(x.Speedup))
+			fmt.Fprintf(w, "%s\t%d\t%d\t%d\t%.4g\t%s\t%.4g\t%.4g\t%s\t\n", x.Place, x.PrefixTokens, x.CachedTokens, x.RecomputedTokens, 1e3*x.Seconds, percent(x.LoadShare), 1e3*x.MissSeconds, 1e3*x.DecodeStepSeconds, times(x.Speedup))
 		}
 		w.Flush() //nolint:errcheck // writing to memory does not fail
-		b.WriteString("\nprefix: tokens of the prompt but the last, which is always computed; found: those whose KV entries were there and were used; recomputed: there too, but computing them was expected to be faster\nTTFT: time to first token, median; miss: the same of the request that computed the prompt\n" +
+		b.WriteString("\nprefix: tokens of the prompt but the last, which is always computed; found: those whose KV entries were there and were used; recomputed: there too, but computing them was expected to be faster\nTTFT: time to first token, median; load: share of it from the submission of the prefix's load to its last byte, measured, median; miss: TTFT of the request that computed the prompt\n" +
 			"decode step: mean time of a token after the first; nowhere/TTFT: how many times as long the first token takes without the prefix\n")
 	}
 	if len(r.Hits) > 0 {
@@ -36,7 +36,7 @@ func WriteTable(out io.Writer, r *Result) error {
 		}
 		fmt.Fprintln(w, "prefixes in\thits\tfound\trecomputed\trequests/s\tprompt tok/s\ts\tto no hits\t")
 		for _, x := range r.Hits {
-			fmt.Fprintf(w, "%s\t%.4g %%\t%.4g %%\t%.4g %%\t%.4g\t%.4g\t%.4g\t%s\t\n", x.Place, 100*x.HitFraction, share(x.CachedTokens, x.PromptTokens), share(x.RecomputedTokens, x.PromptTokens), x.RequestThroughput, float64(x.PromptTokens)/x.Seconds, x.Seconds, times(x.Speedup))
+			fmt.Fprintf(w, "%s\t%.4g %%\t%.4g %%\t%.4g %%\t%.4g\t%.4g\t%.4g\t%s\t\n", x.Place, 100*x.HitFraction, share(x.CachedTokens, x.PromptTokens), share(x.RecomputedTokens, x.PromptTokens), x.RequestThroughput, ratio(float64(x.PromptTokens), x.Seconds), x.Seconds, times(x.Speedup))
 		}
 		w.Flush() //nolint:errcheck // as above
 		x := r.Hits[0]
@@ -85,8 +85,16 @@ func (r *Result) files() bool {
 	return slices.ContainsFunc(r.TTFT, func(x TTFTPoint) bool { return x.Place == File }) || slices.ContainsFunc(r.Misses, func(x MissPoint) bool { return x.Place == File }) || slices.ContainsFunc(r.Decodes, func(x DecodePoint) bool { return x.Place == File }) || slices.ContainsFunc(r.Hits, func(x HitsPoint) bool { return x.Place == File })
 }
 
-// share is a part in per cent.
-func share(part, all int) float64 { return 100 * float64(part) / float64(all) }
+// share is a part in per cent; 0 of nothing.
+func share(part, all int) float64 { return 100 * ratio(float64(part), float64(all)) }
+
+// percent writes a part of a whole in per cent; nothing where there is none.
+func percent(part float64) string {
+	if part == 0 {
+		return ""
+	}
+	return fmt.Sprintf("%.1f %%", 100*part)
+}
 
 // times writes a ratio; nothing where there is none.
 func times(ratio float64) string {
@@ -102,11 +110,11 @@ func WriteCSV(out io.Writer, r *Result) error {
 	w := csv.NewWriter(out)
 	w.Write(slices.Concat(eval.ProvenanceColumns, []string{ //nolint:errcheck // Flush keeps the error
 		"model", "dtype", "load_format", "block_tokens", "place", "prompt_tokens", "cached_tokens", "recomputed_tokens",
-		"ttft_s", "miss_ttft_s", "decode_step_s", "ttft_speedup", "hit_fraction", "requests", "duration_s", "request_throughput", "hits_speedup",
+		"ttft_s", "miss_ttft_s", "decode_step_s", "ttft_speedup", "load_s", "load_share", "hit_fraction", "requests", "duration_s", "request_throughput", "hits_speedup",
 		"first_miss_ttft_s", "plain_ttft_s", "miss_cost", "kv_traffic", "sequences", "step_cost", "kv_host_s", "kv_bytes_per_s",
 	}))
 	f := func(v float64) string { return strconv.FormatFloat(v, 'g', 8, 64) }
-	ratio := func(v float64) string { // absent where JSON has no such key
+	optional := func(v float64) string { // absent where JSON has no such key
 		if v == 0 {
 			return ""
 		}
@@ -115,19 +123,19 @@ func WriteCSV(out io.Writer, r *Result) error {
 	write := func(p Place, prompt, cached, recomputed int, values ...string) {
 		w.Write(slices.Concat(eval.Provenance(&r.Run, &r.Machine), []string{ //nolint:errcheck // as above
 			r.Model, r.DType, r.LoadFormat, strconv.Itoa(r.BlockTokens), string(p), strconv.Itoa(prompt), strconv.Itoa(cached), strconv.Itoa(recomputed),
-		}, values, make([]string, 17-len(values))))
+		}, values, make([]string, 19-len(values))))
 	}
 	for _, x := range r.TTFT {
-		write(x.Place, x.PrefixTokens+1, x.CachedTokens, x.RecomputedTokens, f(x.Seconds), f(x.MissSeconds), f(x.DecodeStepSeconds), ratio(x.Speedup))
+		write(x.Place, x.PrefixTokens+1, x.CachedTokens, x.RecomputedTokens, f(x.Seconds), f(x.MissSeconds), f(x.DecodeStepSeconds), optional(x.Speedup), optional(x.LoadSeconds), optional(x.LoadShare))
 	}
 	for _, x := range r.Misses {
-		write(x.Place, x.PromptTokens, 0, 0, "", f(x.Seconds), "", "", "", "", "", "", "", f(x.FirstSeconds), f(x.PlainSeconds), f(x.Cost))
+		write(x.Place, x.PromptTokens, 0, 0, "", f(x.Seconds), "", "", "", "", "", "", "", "", "", f(x.FirstSeconds), f(x.PlainSeconds), f(x.Cost))
 	}
 	for _, x := range r.Decodes {
-		write(x.Place, x.ContextTokens, 0, 0, "", "", f(x.StepSeconds), "", "", "", "", "", "", "", "", "", string(x.Traffic), strconv.Itoa(x.Sequences), f(x.Cost), f(x.HostSeconds), f(x.BytesPerSecond))
+		write(x.Place, x.ContextTokens, 0, 0, "", "", f(x.StepSeconds), "", "", "", "", "", "", "", "", "", "", "", string(x.Traffic), strconv.Itoa(x.Sequences), f(x.Cost), f(x.HostSeconds), f(x.BytesPerSecond))
 	}
 	for _, x := range r.Hits {
-		write(x.Place, x.PromptTokens, x.CachedTokens, x.RecomputedTokens, "", "", "", "", f(x.HitFraction), strconv.Itoa(x.Requests), f(x.Seconds), f(x.RequestThroughput), ratio(x.Speedup))
+		write(x.Place, x.PromptTokens, x.CachedTokens, x.RecomputedTokens, "", "", "", "", "", "", f(x.HitFraction), strconv.Itoa(x.Requests), f(x.Seconds), f(x.RequestThroughput), optional(x.Speedup))
 	}
 	w.Flush()
 	return w.Error()

@@ -82,6 +82,12 @@ type TTFTPoint struct {
 	// RecomputedTokens are those that the place had, too, and that were computed, since a load was
 	// expected to take longer.
 	RecomputedTokens int `json:"recomputed_tokens"`
+	// LoadSeconds is the time from the submission of the prefix's load until the host sees that its last
+	// byte is in the GPU's memory, of requests that find the prompt; LoadShare is that over their time to first token.
+	// Both are medians, each of its own; 0 where nothing is loaded: in HBM, in Nowhere, and where all was
+	// computed again.
+	LoadSeconds float64 `json:"load_s,omitempty"`
+	LoadShare   float64 `json:"load_share,omitempty"`
 	// DecodeStepSeconds is the mean time of a token after the first.
 	DecodeStepSeconds float64 `json:"decode_step_s"`
 	// Speedup is the time to first token in Nowhere over Seconds; 0 where it was not measured.
@@ -131,9 +137,7 @@ func (m *ttft) compare() {
 	}
 	for i := range m.r.TTFT {
 		x := &m.r.TTFT[i]
-		if x.Seconds > 0 { // as on a virtual clock without rates it is not
-			x.Speedup = nowhere[x.PrefixTokens] / x.Seconds
-		}
+		x.Speedup = ratio(nowhere[x.PrefixTokens], x.Seconds)
 	}
 }
 
@@ -223,16 +227,19 @@ func (m *ttft) place(ctx context.Context, p Place) (err error) {
 			if err := e.Settle(ctx); err != nil {
 				return err
 			}
-			var times, steps []time.Duration
+			var times, loads, steps []time.Duration
+			var shares []float64
 			for range m.hits(p) {
 				hit, err := run(tokens)
 				if err != nil {
 					return err
 				}
-				times, steps = append(times, hit.First[0]), append(steps, m.step(&hit))
+				times, loads, steps = append(times, hit.First[0]), append(loads, hit.Loading), append(steps, m.step(&hit))
+				shares = append(shares, ratio(hit.Loading.Seconds(), hit.First[0].Seconds()))
 				x.CachedTokens, x.RecomputedTokens = hit.Cached, hit.Recomputed
 			}
 			x.Seconds, x.DecodeStepSeconds = median(times).Seconds(), median(steps).Seconds()
+			x.LoadSeconds, x.LoadShare = median(loads).Seconds(), median(shares)
 		}
 		m.r.TTFT = append(m.r.TTFT, x)
 	}

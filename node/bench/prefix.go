@@ -3,6 +3,7 @@ package bench
 import (
 	"context"
 	"fmt"
+	"math"
 	"time"
 
 	"github.com/moeserve/moeserve/engine"
@@ -51,7 +52,7 @@ func (b *Prefixes) Run(ctx context.Context, prompts [][]int32, o prefix.RunOptio
 	}
 	r := prefix.Batch{First: make([]time.Duration, len(prompts)), Last: make([]time.Duration, len(prompts))}
 	e, m := b.n.Engine(), b.n.Machine()
-	before, recomputed, began := e.State(), b.recomputed(), m.Now()
+	before, recomputed, loaded, began := e.State(), b.recomputed(), b.loading(), m.Now()
 	if _, err := e.Generate(ctx, requests, func(i int, u engine.Update) {
 		if len(u.Tokens) == 0 {
 			return
@@ -65,6 +66,7 @@ func (b *Prefixes) Run(ctx context.Context, prompts [][]int32, o prefix.RunOptio
 	}
 	after := e.State()
 	r.Recomputed = int(b.recomputed() - recomputed)
+	r.Loading = b.loading() - loaded
 	r.Cached = int(after.PrefixCacheHits - before.PrefixCacheHits + after.ExternalHits - before.ExternalHits)
 	return r, nil
 }
@@ -78,10 +80,30 @@ func (b *Prefixes) recomputed() int64 {
 	return t.Decisions().ComputedTokens
 }
 
+// loading is the time of all loads from tiers so far, each from its submission until the host sees that
+// its last byte has arrived. The tiers measure it of every load.
+func (b *Prefixes) loading() time.Duration {
+	t := b.n.KVTiers()
+	if t == nil {
+		return 0
+	}
+	seconds := 0.0
+	for _, s := range t.Stats() {
+		seconds += s.Loads.Seconds
+	}
+	return time.Duration(math.Round(seconds * float64(time.Second)))
+}
+
 // Settle implements prefix.Engine. Blocks that are being stored are held; the engine sees that
-// a store has ended when it runs a step.
+// a store has ended when it runs a step. Steps alone would not do: where the virtual clock of emulated
+// devices does not advance, nothing but a wait for a copy runs it.
 func (b *Prefixes) Settle(ctx context.Context) error {
 	for b.n.KV().Held() > 0 {
+		if t := b.n.KVTiers(); t != nil {
+			if err := t.Wait(ctx); err != nil {
+				return err
+			}
+		}
 		if _, err := b.Run(ctx, [][]int32{{0}}, prefix.RunOptions{NewTokens: 1, WithoutTiers: true}); err != nil {
 			return err
 		}
