@@ -988,6 +988,19 @@ func TestManyDependencies(t *testing.T) {
 	if n := len(s.epoch.open); n > 32 {
 		t.Errorf("%d outcomes are remembered", n)
 	}
+	// Fences that are closed, whose words count for others then.
+	seen := r.fence("seen")
+	for i := range uint32(300) {
+		f := r.fence("short-lived")
+		r.ok(s.WaitFence(f, 1))
+		r.ok(s.SignalFence(seen, i+1))
+		r.ok(f.Signal(1))
+		r.ok(seen.Wait(r.ctx, i+1))
+		r.ok(f.Close())
+	}
+	if n := len(s.epoch.open); n > 32 {
+		t.Errorf("%d outcomes are remembered", n)
+	}
 	r.ok(s.Synchronize(r.ctx))
 }
 

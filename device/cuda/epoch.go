@@ -43,7 +43,7 @@ func (o *outcome) known() (bool, error) {
 		}
 		return true, o.host.err
 	}
-	return o.fence.reached(o.value), o.fence.failure(o.value)
+	return o.fence.settled(o.value)
 }
 
 // fail notes an error that applies from operation op on.

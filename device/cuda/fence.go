@@ -150,6 +150,16 @@ func (f *fence) failure(value uint32) error {
 	return f.failureLocked(value)
 }
 
+// settled reports whether a stream's wait for value is over, and its error; also of a fence that was
+// closed since.
+func (f *fence) settled(value uint32) (bool, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	// A word that waits were left for is no other fence's.
+	over := f.closed && !before(f.last, value) || f.reached(value)
+	return over, f.failureLocked(value)
+}
+
 func (f *fence) failureLocked(value uint32) error {
 	if f.failed && !before(f.failedAt, value) {
 		return f.err
