@@ -43,6 +43,7 @@ enum {
 
 typedef struct {
   int number, references, broken;
+  int contexts; /* that have ended; a stream's work ends with its context */
   size_t allocated;
   unsigned peers;
 } device;
@@ -159,7 +160,7 @@ EXPORT int cuDevicePrimaryCtxRetain(device **c, int d) {
 EXPORT int cuDevicePrimaryCtxRelease_v2(int d) {
   pthread_mutex_lock(&lock);
   if (!devices[d].references) END(INVALID_CONTEXT);
-  if (!--devices[d].references) devices[d].broken = 0, devices[d].peers = 0;
+  if (!--devices[d].references) devices[d].broken = 0, devices[d].peers = 0, devices[d].contexts++;
   END(OK);
 }
 EXPORT int cuCtxSetCurrent(device *c) { return current = c, OK; }
@@ -352,7 +353,7 @@ typedef struct graph {
 typedef struct {
   device *of;
   op *first, **last;
-  int busy, ended;
+  int busy, ended, context;
   graph *capture;
 } stream;
 static int live_streams, live_events, live_graphs, live_modules;
@@ -369,7 +370,7 @@ static void forget(event *e) {
 /* Does one operation; the lock is held, and released meanwhile. */
 static void run(stream *s, op *o) {
   device *d = s->of;
-  switch (d->broken ? -1 : (int)o->kind) {
+  switch (d->broken || s->context != d->contexts ? -1 : (int)o->kind) {
     case COPY:
       pthread_mutex_unlock(&lock);
       memmove((void *)o->to, (void *)o->from, o->bytes);
@@ -449,6 +450,7 @@ EXPORT int cuStreamCreateWithPriority(stream **out, unsigned flags, int priority
   if (priority > 0 || priority < -5) END(INVALID_VALUE);
   stream *s = calloc(1, sizeof *s);
   s->of = current;
+  s->context = current->contexts;
   s->last = &s->first;
   pthread_t t;
   pthread_attr_t a;
