@@ -349,6 +349,11 @@ func (n *Node) assemble(ctx context.Context, u *setup, fit sizing.KVFit) (load t
 	predict, err := u.predictor(&n.info)
 	if err != nil {
 		o.Log.Debug("steps are not predicted: the hardware is not known", "err", err)
+	} else if l := n.info.Limits; u.settings.Offload.Fraction > 0 && !o.given()("max-num-batched-tokens") {
+		if tokens := largerSteps(predict, l); tokens > 0 {
+			o.Log.Info("each step of a long prompt copies all offloaded experts, which takes longer than computing it; larger steps copy them less often",
+				"step_tokens", l.MaxTokens, "copy_s", predict(scheduler.Mix{Prompt: l.MaxTokens}), "setting", fmt.Sprintf("--max-num-batched-tokens %d", tokens))
+		}
 	}
 	n.observer = observe.New(observe.Parts{
 		Model: n.info.Name, Backend: d.Backend.Name(), Device: n.info.Device, Machine: n.machine, Space: d.Space, Store: n.store, Transfer: n.transfer,

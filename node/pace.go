@@ -4,6 +4,7 @@ import (
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/engine/scheduler"
 	"github.com/moeserve/moeserve/engine/steptime"
+	"github.com/moeserve/moeserve/forward"
 	"github.com/moeserve/moeserve/planner"
 )
 
@@ -46,4 +47,26 @@ func (u *setup) predictor(i *Info) (func(scheduler.Mix) float64, error) {
 		}
 		return planner.MixedSeconds(&m, &h, s)
 	}, nil
+}
+
+// maxLargerStep is the largest step that largerSteps suggests.
+const maxLargerStep = 32768
+
+// largerSteps returns how many tokens the steps of a long prompt should have, as a power of two: as many
+// as take longer to compute than the copies of offloaded experts, for which each step pays once. 0: steps
+// have a quarter as many already, or no prompt has more tokens than a step.
+func largerSteps(predict func(scheduler.Mix) float64, l forward.Limits) int {
+	at := func(tokens int) float64 { return predict(scheduler.Mix{Prompt: tokens}) }
+	tokens := 1
+	for tokens <= l.MaxTokens {
+		tokens *= 2
+	}
+	// While copies bound a step it takes as long with more tokens.
+	for copies := at(l.MaxTokens); tokens < min(maxLargerStep, l.MaxModelLen) && at(tokens) < 1.05*copies; {
+		tokens *= 2
+	}
+	if tokens < 4*l.MaxTokens {
+		return 0
+	}
+	return tokens
 }
