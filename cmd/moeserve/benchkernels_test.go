@@ -113,6 +113,7 @@ func TestPredictionsOfMeasuredSteps(t *testing.T) {
 		{"planner-cells-h200.jsonl", 46, 0.03, 0.16},
 		{"planner-cells-performance.jsonl", 31, 0.05, 0.25},
 		{"planner-cells-two-gpus.jsonl", 148, 0.04, 0.23},
+		{"planner-cells-guard.jsonl", 84, 0.05, 0.24},
 	} {
 		stdout, stderr, code := invoke(t, strings.NewReader(""), "bench", "predict", "--hardware", "h200", filepath.Join("..", "..", "docs", "log", c.file), "--json", "-")
 		var p eval.Predictions
