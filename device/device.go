@@ -110,9 +110,9 @@ type Machine interface {
 	// SpaceOf returns the space of an address, and false if the address is in no live
 	// allocation of this machine. It neither blocks nor allocates.
 	SpaceOf(a Addr) (Space, bool)
-	// KernelAddr returns the address at which kernels on a GPU read r in place, and may read it
+	// KernelAddr returns the address at which kernels on a GPU read and write r in place, and may do so
 	// until its memory is freed or suspended: r is in memory of that GPU, in pinned host memory,
-	// or in that of a peer. The error wraps ErrUnreachable where kernels cannot read that memory:
+	// or in that of a peer. The error wraps ErrUnreachable where kernels cannot access that memory:
 	// host memory that is not mapped for them, a peer that the GPU has no access to.
 	KernelAddr(reader Space, r Range) (Addr, error)
 	// NewStream creates an in-order stream of a GPU, or, for Host, a host stream, which also
@@ -219,12 +219,11 @@ type Executor interface {
 // Watched work runs as if it were passed to Execute when its point is reached. If the point
 // fails, its Failed is called with the error instead of Run, and the stream does not enter the
 // error state. Synchronize and Recover do not wait for work that is still watched, and Close
-// drops it: neither Run nor Failed is called. Work.NotBefore spares a machine that polls looks in
-// vain.
+// drops it: neither Run nor Failed is called. Work.Due spares a machine that polls looks in vain.
 type Watcher interface {
 	Executor
 	// Watch runs w once p is reached. If p is already reached, without an error, Watch returns
-	// true and w will not run; where w.NotBefore is ahead it may return false all the same, and run w.
+	// true and w will not run; where w.Due.NotBefore is ahead it may return false all the same, and run w.
 	Watch(p Point, w Work) (reached bool, err error)
 	// WatchEvent is Watch for the latest recording of ev.
 	WatchEvent(ev Event, w Work) (passed bool, err error)
@@ -261,10 +260,19 @@ type Work struct {
 	// Host: Run acts on the host (submits copies, sends on a channel), and so runs even if the
 	// machine keeps no data.
 	Host bool
-	// NotBefore is when the point of a watch can be reached at the earliest, in nanoseconds on the
-	// machine's clock; 0, or nil: that is unknown. A machine that polls need not look before, so that
-	// work runs late whose point is reached sooner. It may be changed while the work is watched.
-	NotBefore *atomic.Int64
+	// Due is of the point of a watch; nil: nothing is known of it.
+	Due *Due
+}
+
+// Due is what is known of when a point is reached: its times are in nanoseconds on the machine's clock.
+type Due struct {
+	// NotBefore is when it can be reached at the earliest; 0: that is unknown. A machine that polls need
+	// not look before, so that work runs late whose point is reached sooner. It may be changed while the
+	// work is watched.
+	NotBefore atomic.Int64
+	// Pending is when a machine that polls has last seen that it was not reached; 0: never. The
+	// submitter resets it.
+	Pending atomic.Int64
 }
 
 // Access declares, while Work runs, accesses to memory that only device data determines (a slot

@@ -37,6 +37,9 @@ type packer struct{ kernels.Backend }
 // Enqueue makes the only operation of a store: a small copy, by the stream's copies.
 func (packer) Enqueue(s device.Stream, op kernels.Op) error {
 	c := op.(*kernels.Copy)
+	if err := c.Check(); err != nil {
+		return err
+	}
 	return s.Copy(c.Dst.Range(), c.Src.Range())
 }
 

@@ -18,14 +18,14 @@ type Pinned struct {
 	// mapped behind its address.
 	backend Backend
 	mapped  device.Addr
-	// byKernel: kernels make small copies. Where a copy may fail and the device goes on, its engines
-	// make them, which tell.
+	// byKernel: kernels make small copies. Where a copy may fail and the device goes on, as on emulated
+	// devices by default, its engines make them, which tell.
 	byKernel bool
 	op       Copy
 }
 
 // NewPinned returns mem, pinned memory of m, for copies on a stream of a GPU on which the backend
-// computes. mem must not be suspended.
+// computes. mem must not be suspended. Where kernels cannot access it for any reason, copy engines do.
 func NewPinned(m device.Machine, mem device.Memory, gpu device.Space, b Backend) *Pinned {
 	p := &Pinned{Memory: mem}
 	all := mem.Range(0, mem.Bytes())
@@ -36,13 +36,13 @@ func NewPinned(m device.Machine, mem device.Memory, gpu device.Space, b Backend)
 	return p
 }
 
-// Mapped returns where kernels access what lies at an address of the memory; false: they cannot.
-func (p *Pinned) Mapped(at device.Addr) (device.Addr, bool) { return at + p.mapped, p.backend != nil }
+// Mapped reports whether kernels can access the memory, and how far behind its own address.
+func (p *Pinned) Mapped() (behind device.Addr, ok bool) { return p.mapped, p.backend != nil }
 
-// ToHost enqueues the copy of a dense tensor of the device to an offset, a multiple of 4.
+// ToHost enqueues the copy of a dense tensor of the device to an offset.
 func (p *Pinned) ToHost(s device.Stream, off int64, t Tensor) error {
 	at := p.Range(off, t.Bytes())
-	if !p.small(t.Bytes()) {
+	if !p.small(at, t.Range()) {
 		return s.Copy(at, t.Range())
 	}
 	p.op = Copy{Src: t, Dst: t}
@@ -50,11 +50,10 @@ func (p *Pinned) ToHost(s device.Stream, off int64, t Tensor) error {
 	return p.backend.Enqueue(s, &p.op)
 }
 
-// ToDevice enqueues the copy of the bytes from an offset on, a multiple of 4, to dst, memory of the
-// device, whose address is one, too.
+// ToDevice enqueues the copy of the bytes from an offset on to dst, memory of the device.
 func (p *Pinned) ToDevice(s device.Stream, dst device.Range, off int64) error {
 	src := p.Range(off, dst.Bytes)
-	if !p.small(dst.Bytes) {
+	if !p.small(dst, src) {
 		return s.Copy(dst, src)
 	}
 	words := int(dst.Bytes / copyUnit)
@@ -62,7 +61,7 @@ func (p *Pinned) ToDevice(s device.Stream, dst device.Range, off int64) error {
 	return p.backend.Enqueue(s, &p.op)
 }
 
-// small reports whether a kernel copies so many bytes.
-func (p *Pinned) small(bytes int64) bool {
-	return p.byKernel && bytes <= maxPinnedCopy && bytes%copyUnit == 0
+// small reports whether a kernel makes a copy.
+func (p *Pinned) small(dst, src device.Range) bool {
+	return p.byKernel && dst.Bytes <= maxPinnedCopy && (dst.Bytes|int64(dst.Addr)|int64(src.Addr))%copyUnit == 0
 }

@@ -44,8 +44,10 @@ type cpuExperts struct {
 	decided time.Duration
 	// pairs are the (token, k) pairs of the layer's experts on the host.
 	pairs []int
-	// inPlace: kernels copy the rows of outputs.
+	// inPlace: kernels copy the rows of outputs, from where they lie in the pinned memory and mapped behind
+	// that: small copies of the copy engine would wait for the experts on the same link.
 	inPlace bool
+	mapped  device.Addr
 	// Scratch space of await.
 	dst, src []device.Range
 	ffn      kernels.ExpertFFN
@@ -98,8 +100,8 @@ func newCPUExperts(o *Options) (h *cpuExperts, err error) {
 		return h, err
 	}
 	h.buffers = newCPUBuffers(c, act, o.onDemandTokens(c, o.Limits), h.memory.Range(0, bytes).Addr)
-	_, mapped := h.memory.Mapped(h.buffers.input.Addr)
-	h.inPlace = mapped && c.Hidden*act.Size()%copyWord == 0
+	h.mapped, h.inPlace = h.memory.Mapped()
+	h.inPlace = h.inPlace && c.Hidden*act.Size()%copyWord == 0
 	s, err := o.Machine.NewStream(device.Host, device.StreamOptions{Name: "experts", Spin: cpuExpertSpin})
 	if err != nil {
 		return h, err
@@ -224,14 +226,13 @@ func (h *cpuExperts) copyByKernel(s device.Stream, backend kernels.Backend, outp
 	b, base, n := &h.buffers, h.buffers.input.Addr, len(h.pairs)
 	bytes := int64(outputs.Shape[1] * outputs.DType.Size())
 	from, to := h.memory.Write(int64(b.from.Addr-base), 8*int64(n)), h.memory.Write(int64(b.to.Addr-base), 8*int64(n))
-	output, _ := h.memory.Mapped(b.output.Addr)
 	for i, pair := range h.pairs {
-		binary.NativeEndian.PutUint64(from[8*i:], uint64(output)+uint64(pair)*uint64(bytes))
+		binary.NativeEndian.PutUint64(from[8*i:], uint64(b.output.Addr+h.mapped)+uint64(pair)*uint64(bytes))
 		binary.NativeEndian.PutUint64(to[8*i:], uint64(outputs.Addr)+uint64(pair)*uint64(bytes))
 	}
 	h.copyRows = kernels.CopyBlocks{Src: b.from.Slice(0, n), Dst: b.to.Slice(0, n), BlockBytes: bytes}
-	h.copyRows.Src.Addr, _ = h.memory.Mapped(b.from.Addr)
-	h.copyRows.Dst.Addr, _ = h.memory.Mapped(b.to.Addr)
+	h.copyRows.Src.Addr += h.mapped
+	h.copyRows.Dst.Addr += h.mapped
 	return backend.Enqueue(s, &h.copyRows)
 }
 

@@ -17,6 +17,8 @@ func TestSmallCopiesByKernels(t *testing.T) {
 		{SmallBatchTokens: 64, CPUExperts: host, CPUShare: cpuShare(0.5)},
 		{SmallBatchTokens: -1, Grouping: configs.PerMicroBatch, MicroBatches: 2},
 		{SmallBatchTokens: -1, HostAttention: host},
+		{ExpertAccess: configs.DirectAccess, Graphs: 16},
+		{ExpertAccess: configs.DirectAccess, MicroBatches: 2},
 	} {
 		var want history
 		for _, byKernel := range []bool{false, true} {
@@ -25,7 +27,6 @@ func TestSmallCopiesByKernels(t *testing.T) {
 				switch {
 				case e.Stream != "compute":
 				case e.Op == "copy":
-					println(e.Name, e.Bytes)
 					copies.Add(1)
 				case e.Op == "launch" && e.Name == "copy":
 					launches.Add(1)

@@ -134,7 +134,7 @@ func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options,
 	check(t, err)
 	plan, err := experts.NewPlan(experts.Config{Layers: layers, Experts: c.Experts, Layout: extent, Placement: placement, InPlace: o.ExpertAccess == configs.DirectAccess || o.AccessModel.Known()})
 	check(t, err)
-	so := experts.Options{Machine: m, Space: space, Backend: backend, Transfer: engine, Plan: plan, CPU: o.CPUShare}
+	so := experts.Options{Machine: m, Space: space, Backend: enqueuing, Transfer: engine, Plan: plan, CPU: o.CPUShare}
 	if len(peers) > 0 {
 		so.Harvest, err = harvest.New(harvest.Options{Machine: m, Peers: peers, SlabBytes: 256 << 10})
 		check(t, err)

@@ -78,10 +78,11 @@
 // in its place what completed chunks call for.
 //
 // The host stream does not look before a chunk can have landed: the link tells it when that is at the
-// earliest (device.Work.NotBefore), by the chunk's bytes, what is in flight before it, and somewhat more
-// than the rate of the topology or, if that is higher, of recent chunks. Until then its thread sleeps,
-// where nothing else is due, and so does one who waits in its place. Of chunks that land soon, as small
-// ones and those of relays over NVLink, and on links whose rate is unknown, no such time is told, nor
+// earliest (device.Due), by the chunk's bytes, what is in flight before it, and somewhat more than the
+// rate of the topology or, if that is higher, of recent chunks, once one was seen to take as long as that.
+// Until then its thread sleeps, where nothing else is due, and so does one who waits in its place, who
+// notices a Fail or the end of a context by so much later, a millisecond at most. Of chunks that land soon, as
+// small ones and those of relays over NVLink, and on links whose rate is unknown, no such time is told, nor
 // is one of After points: while such a wait is pending, the stream polls as without the others.
 //
 // Options.Timed measures each part (Ticket.Times).

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync/atomic"
 	"time"
 
 	"github.com/moeserve/moeserve/device"
@@ -59,8 +58,8 @@ type slot struct {
 	via          dispatch.Via
 	event, start device.Event
 	onEnd        device.Work
-	// due is onEnd.NotBefore.
-	due *atomic.Int64
+	// due is onEnd.Due.
+	due *device.Due
 	// began is when the chunk was enqueued, while activity is recorded.
 	began time.Duration
 	// signals: the device signals Done behind the chunk.
@@ -127,12 +126,12 @@ func (l *link) open(space device.Space, name string) (err error) {
 // addSlots makes slots until there are n.
 func (l *link) addSlots(n int) (err error) {
 	for i := len(l.slots); i < n; i++ {
-		s := slot{due: new(atomic.Int64)}
+		s := slot{due: new(device.Due)}
 		if s.event, s.start, err = l.events(); err != nil {
 			return err
 		}
 		s.onEnd = device.Work{
-			Name: "complete transfer", Host: true, NotBefore: s.due,
+			Name: "complete transfer", Host: true, Due: s.due,
 			Run:    func(device.Access) error { l.chunkEnded(i, nil); return nil },
 			Failed: func(err error) { l.chunkEnded(i, err) },
 		}
@@ -163,7 +162,7 @@ func (l *link) launch(i int, c dispatch.Chunk, via dispatch.Via) {
 	s := &l.slots[i]
 	s.chunk, s.via = c, via
 	if c.Request.Owner.(*Ticket).unit > 0 {
-		s.due.Store(0) // on the kernels' stream
+		s.due.NotBefore.Store(0) // on the kernels' stream
 	} else {
 		l.pacer.launch(now, c.Bytes, s.due)
 	}

@@ -2,20 +2,29 @@ package transfer
 
 import (
 	"slices"
-	"sync/atomic"
 	"time"
+
+	"github.com/moeserve/moeserve/device"
 )
 
 // pacer says when the chunks in flight on a link's stream can have landed at the earliest
-// (device.Work.NotBefore), so that the host need not look before. What it says must not be too late: a
-// link would run dry, and a consumer wait. So it reckons with paceMargin times the rate, which is the
-// topology's, or that of recent chunks where it is higher: a profile with too low a rate is corrected by
-// the chunks themselves, for one that has landed by then is seen when it is due, which is sooner than the
-// rate would have it. Links that are slower, as those that share a root are, are looked at for longer.
+// (device.Due), so that the host need not look before. What it says must not be too late: a link would
+// run dry, and a consumer wait. So
+//
+//   - it reckons with paceMargin times the rate, which is the topology's, or that of recent chunks where
+//     it is higher, and from when the chunk before can have landed at the earliest, not from when the host
+//     has seen it: then it had been looked for in vain, or was not due;
+//   - it says nothing before a chunk was seen not to have landed at the time that it reckoned with, and
+//     nothing again after one was not: its rate may be too low, or the host looks too seldom to tell. Then
+//     the host looks as often as it would without.
+//
+// Links that are slower, as those that share a root are, are looked at for longer.
 type pacer struct {
 	// profile is the topology's rate, rate that of recent chunks, or profile, if that is higher; in bytes
 	// per second. 0: unknown.
 	profile, rate float64
+	// trusted: the latest chunk was seen not to have landed when it can have landed at the earliest.
+	trusted bool
 	// flight are the chunks in flight, in the order of their launch. seen is when the host learned of the
 	// end of the one before the first.
 	flight []paced
@@ -24,8 +33,7 @@ type pacer struct {
 
 // paced is a chunk in flight.
 type paced struct {
-	// due is what is told of it: when it is due, 0 where that is not known, or soon.
-	due      *atomic.Int64
+	due      *device.Due
 	bytes    int64
 	launched time.Duration
 	// takes is how long it is copied for, at the least, ends when it can have landed at the earliest.
@@ -34,17 +42,17 @@ type paced struct {
 
 const (
 	paceMargin = 1.15
-	// paceLeast is the least wait for which a due time is told: a sleep saves little of a shorter one, and
-	// what takes no longer is on links whose chunks the host must see at once, NVLink.
+	// paceLeast is the least wait for which a due time is told: a sleep saves little of a shorter one.
 	paceLeast = 60 * time.Microsecond
 	// paceFall is the weight of a chunk that was slower than the fastest recent ones: one that the host has
 	// seen late, or that waited for others, says little of the link.
 	paceFall = 1. / 8
 )
 
-// launch notes a chunk that is about to be enqueued behind the others, and sets its due time.
-func (p *pacer) launch(now time.Duration, bytes int64, due *atomic.Int64) {
-	due.Store(0)
+// launch notes a chunk that is about to be enqueued behind the others, and says when it is due.
+func (p *pacer) launch(now time.Duration, bytes int64, due *device.Due) {
+	due.NotBefore.Store(0)
+	due.Pending.Store(0)
 	if p.profile <= 0 {
 		return
 	}
@@ -53,28 +61,37 @@ func (p *pacer) launch(now time.Duration, bytes int64, due *atomic.Int64) {
 		starts = max(starts, p.flight[n-1].ends)
 	}
 	takes := time.Duration(float64(bytes) / (paceMargin * max(p.profile, p.rate)) * 1e9)
-	c := paced{due: due, bytes: bytes, launched: now, takes: takes, ends: starts + takes}
-	c.tell(now)
-	p.flight = append(p.flight, c)
+	p.flight = append(p.flight, paced{due: due, bytes: bytes, launched: now, takes: takes, ends: starts + takes})
+	p.tell(now, len(p.flight)-1)
 }
 
-// tell sets the due time.
-func (c *paced) tell(now time.Duration) {
-	at := c.ends
-	if at-now < paceLeast {
-		at = 0
+// tell says when the chunks from the i-th on are due: 0 where that is not known, or soon.
+func (p *pacer) tell(now time.Duration, i int) {
+	for ; i < len(p.flight); i++ {
+		c := &p.flight[i]
+		at := c.ends
+		if !p.trusted || at-now < paceLeast {
+			at = 0
+		}
+		c.due.NotBefore.Store(int64(at))
 	}
-	c.due.Store(int64(at))
 }
 
 // land notes that the host has learned of the end of a chunk that was launched with due. The others are
-// copied from then on, one after the other.
-func (p *pacer) land(now time.Duration, due *atomic.Int64) {
+// copied one after the other, from when that can have been on.
+func (p *pacer) land(now time.Duration, due *device.Due) {
 	k := p.find(due)
 	if k < 0 {
 		return
 	}
+	c := &p.flight[k]
+	pending := time.Duration(due.Pending.Load())
+	at := max(pending, c.launched)
+	if c.ends <= now { // otherwise it has landed sooner than was thought possible
+		at = max(at, c.ends)
+	}
 	if k == 0 {
+		p.trusted = pending >= c.ends
 		p.learn(now)
 		p.seen = now
 	}
@@ -82,30 +99,28 @@ func (p *pacer) land(now time.Duration, due *atomic.Int64) {
 	if k > 0 {
 		return // one before it is still being copied, for all that is known
 	}
-	at := now
 	for i := range p.flight {
 		c := &p.flight[i]
 		at += c.takes
 		c.ends = at
-		c.tell(now)
 	}
+	p.tell(now, 0)
 }
 
 // drop forgets a chunk that has failed, or was not enqueued. Those behind it may be over at any time.
-func (p *pacer) drop(now time.Duration, due *atomic.Int64) {
+func (p *pacer) drop(now time.Duration, due *device.Due) {
 	k := p.find(due)
 	if k < 0 {
 		return
 	}
 	p.flight = slices.Delete(p.flight, k, k+1)
 	for i := range p.flight[k:] {
-		c := &p.flight[k+i]
-		c.ends = now
-		c.tell(now)
+		p.flight[k+i].ends = now
 	}
+	p.tell(now, k)
 }
 
-func (p *pacer) find(due *atomic.Int64) int {
+func (p *pacer) find(due *device.Due) int {
 	return slices.IndexFunc(p.flight, func(c paced) bool { return c.due == due })
 }
 

@@ -43,7 +43,7 @@
 //     returns device.ErrLost, and the fences that it had yet to signal fail.
 //   - The host waits by polling the driver, at first without a pause and then at growing
 //     intervals, so that every wait ends when its context is lost. A host stream does not
-//     poll for watches before device.Work.NotBefore; its thread sleeps while none is due.
+//     poll for watches before device.Due; its thread sleeps while none is due.
 //
 // # Environment
 //

@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"sync"
 	"sync/atomic"
+	"time"
 	"unsafe"
 
 	"github.com/moeserve/moeserve/device"
@@ -155,7 +156,7 @@ func (f *fence) failure(value uint32) error {
 func (f *fence) settled(value uint32) (bool, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	// A word that waits were left for is no other fence's.
+	// While a wait is outstanding, Close keeps the word from being used for another fence.
 	over := f.closed && !before(f.last, value) || f.reached(value)
 	return over, f.failureLocked(value)
 }
@@ -288,11 +289,10 @@ func (f *fence) await(ctx context.Context, value uint32, helped *hostStream) err
 			if helped != nil {
 				most = watchNap
 			}
-			err := f.m.poll(ctx, most, what, func() (bool, error) {
-				if helped != nil {
-					if idle := helped.help(); idle > 0 && !f.reached(value) {
-						helped.doze(idle)
-					}
+			begin := time.Now()
+			err := f.m.pollFrom(ctx, &begin, most, what, func() (bool, error) {
+				if helped != nil && helped.help() {
+					begin = time.Now() // a watch is due soon
 				}
 				return f.reached(value), nil
 			})

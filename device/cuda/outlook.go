@@ -5,7 +5,7 @@ package cuda
 import "time"
 
 // A thread that sleeps until a watch is due wakes wakeEarly before, since a sleep ends late. It sleeps for
-// maxDoze at most: NotBefore may change meanwhile, and a helper may wait for what no watch brings about. A
+// maxDoze at most: device.Due may change meanwhile, and a helper may wait for what no watch brings about. A
 // sleep of less than shortNap is not worth its system calls.
 const (
 	wakeEarly = 20 * time.Microsecond
@@ -14,11 +14,11 @@ const (
 
 // outlook is what a look has learned of the watches that are left: when the next one can be over.
 type outlook struct {
-	// open: one of them can be over now. due is the latest device.Work.NotBefore of those that can; 0:
+	// open: one of them can be over now. due is the latest device.Due of those that can; 0:
 	// none has one.
 	open bool
 	due  time.Duration
-	// next is the earliest NotBefore of the others; 0: there are none.
+	// next is the earliest of the others; 0: there are none.
 	next time.Duration
 }
 

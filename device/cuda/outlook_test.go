@@ -63,12 +63,12 @@ func TestLookWhenDue(t *testing.T) {
 	m := &Machine{WallClock: device.WallClock{Opened: time.Now().Add(-time.Hour)}}
 	s := &hostStream{m: m, taken: true}
 	one, other := &epoch{}, &epoch{}
-	var due [3]atomic.Int64
+	var due [3]device.Due
 	later := time.Duration(1 << 62)
 	fence := &fence{m: m, word: word{value: &atomic.Uint32{}}}
-	add := func(of *epoch, point uint64, due *atomic.Int64) {
+	add := func(of *epoch, point uint64, due *device.Due) {
 		r := &gpuRecording{epoch: of, point: point, passed: true, refs: 1}
-		s.watches = append(s.watches, watch{work: device.Work{NotBefore: due}, event: &event{}, gpu: r})
+		s.watches = append(s.watches, watch{work: device.Work{Due: due}, event: &event{}, gpu: r})
 	}
 	look := func(ended, left int, want outlook) {
 		t.Helper()
@@ -79,20 +79,20 @@ func TestLookWhenDue(t *testing.T) {
 			t.Errorf("%d watches are over, %d are left, with %+v; want %d and %d, with %+v", len(s.queue), len(s.watches), s.outlook, ended, left, want)
 		}
 	}
-	due[0].Store(int64(later))
-	due[1].Store(int64(later + 1))
+	due[0].NotBefore.Store(int64(later))
+	due[1].NotBefore.Store(int64(later + 1))
 	add(one, 1, &due[0])
 	add(one, 2, nil) // behind it
 	add(other, 1, &due[1])
-	s.watches = append(s.watches, watch{fence: fence, value: 1, work: device.Work{NotBefore: &due[2]}})
+	s.watches = append(s.watches, watch{fence: fence, value: 1, work: device.Work{Due: &due[2]}})
 	look(0, 4, outlook{open: true, next: later})
-	due[2].Store(5)
+	due[2].NotBefore.Store(5)
 	look(0, 4, outlook{open: true, due: 5, next: later})
 	fence.word.value.Store(1)
 	look(1, 3, outlook{next: later})
-	due[0].Store(0)
+	due[0].NotBefore.Store(0)
 	look(2, 1, outlook{next: later + 1})
-	due[1].Store(1)
+	due[1].NotBefore.Store(1)
 	look(1, 0, outlook{})
 	add(one, 3, nil)
 	look(1, 0, outlook{})
@@ -120,9 +120,9 @@ func TestWatchWakes(t *testing.T) {
 		s := &hostStream{m: m, watches: make([]watch, c.watches), until: c.until}
 		s.helpers.Store(c.helpers)
 		s.sleeper.lie()
-		var due atomic.Int64
-		due.Store(int64(c.due))
-		over, err := s.watch(watch{fence: &fence{m: m, word: word{value: &atomic.Uint32{}}}, value: 1, work: device.Work{NotBefore: &due}})
+		var due device.Due
+		due.NotBefore.Store(int64(c.due))
+		over, err := s.watch(watch{fence: &fence{m: m, word: word{value: &atomic.Uint32{}}}, value: 1, work: device.Work{Due: &due}})
 		if woken := s.sleeper.asleep.Load() == 0; over || err != nil || woken != c.want {
 			t.Errorf("%s: woken %v, want %v (%v, %v)", c.name, woken, c.want, over, err)
 		}
@@ -142,12 +142,12 @@ func TestDue(t *testing.T) {
 			wait = func(at device.Point) { r.ok(s.Await(r.ctx, at)) }
 		}
 		first, second := 2*i+1, 2*i+2
-		var due atomic.Int64
+		var due device.Due
 		var early, ran atomic.Bool
-		due.Store(int64(s.m.Now() + time.Hour))
+		due.NotBefore.Store(int64(s.m.Now() + time.Hour))
 		r.ok(gpu.WaitFence(gate, first))
 		r.ok(gpu.Record(e))
-		passed, err := s.WatchEvent(e, device.Work{NotBefore: &due, Run: func(device.Access) error {
+		passed, err := s.WatchEvent(e, device.Work{Due: &due, Run: func(device.Access) error {
 			ran.Store(true)
 			return done.Signal(second)
 		}})
@@ -163,18 +163,18 @@ func TestDue(t *testing.T) {
 		if passed || other || !early.Load() || ran.Load() {
 			t.Fatalf("what is not due was looked at: %v, %v; what is executed has run: %v", passed, ran.Load(), early.Load())
 		}
-		due.Store(0)
+		due.NotBefore.Store(0)
 		wait(device.Point{Fence: done, Value: second})
 	}
 	// Where nothing is known, what has passed is over at once.
 	r.ok(gpu.Record(e))
 	r.ok(gpu.Synchronize(r.ctx))
-	var due atomic.Int64
-	if passed, err := s.WatchEvent(e, device.Work{NotBefore: &due}); !passed || err != nil {
+	var due device.Due
+	if passed, err := s.WatchEvent(e, device.Work{Due: &due}); !passed || err != nil {
 		t.Errorf("what has passed is watched for: %v, %v", passed, err)
 	}
-	due.Store(int64(s.m.Now() + time.Hour))
-	if passed, err := s.WatchEvent(e, device.Work{NotBefore: &due}); passed || err != nil {
+	due.NotBefore.Store(int64(s.m.Now() + time.Hour))
+	if passed, err := s.WatchEvent(e, device.Work{Due: &due}); passed || err != nil {
 		t.Errorf("what is not due was looked at when the watch began: %v, %v", passed, err)
 	}
 	r.ok(s.Close())

@@ -48,7 +48,13 @@ func (m *Machine) waiting(what string, wait func() error) error {
 // longNap there are no timers after napFor. poll must run inside waiting.
 func (m *Machine) poll(ctx context.Context, most time.Duration, what func() string, done func() (bool, error)) error {
 	begin := time.Now()
-	probed := begin
+	return m.pollFrom(ctx, &begin, most, what, done)
+}
+
+// pollFrom is poll for a wait that began at begin. done moves begin where what it looks for has become
+// likely again: from then on it is called without a pause.
+func (m *Machine) pollFrom(ctx context.Context, begin *time.Time, most time.Duration, what func() string, done func() (bool, error)) error {
+	probed := *begin
 	var timer *time.Timer
 	for {
 		if ok, err := done(); ok || err != nil {
@@ -67,7 +73,7 @@ func (m *Machine) poll(ctx context.Context, most time.Duration, what func() stri
 				g.probe()
 			}
 		}
-		switch waited := now.Sub(begin); {
+		switch waited := now.Sub(*begin); {
 		case waited < spinFor:
 			runtime.Gosched()
 		case waited < napFor || most < longNap:

@@ -14,9 +14,9 @@ import (
 // watch is work that a host stream executes once a fence has reached value, or a
 // recording has completed. While it has no other work, the stream's goroutine polls its
 // watches in turn: without a pause for spinFor after the latest change, then with sleeps
-// of at most watchNap. Watches that are not due (device.Work.NotBefore) are left out, and
-// where none is, the goroutine sleeps until shortly before the first one is: chunks of a
-// PCIe link, say, take much longer than their ends may be learned of late. Where another
+// of at most watchNap. Watches that are not due (device.Due) are left out, and
+// where none is, the goroutine sleeps until shortly before the first one is: a chunk of a
+// PCIe link takes 150 us, and looks in between find nothing. Where another
 // goroutine waits by Await, that one polls, and the stream's sleeps at once, for longNap: two
 // that poll would take twice the processor time. While no watch is due, the other one sleeps
 // too, and does not count: what is added meanwhile wakes the stream's.
@@ -44,10 +44,10 @@ const (
 
 // due is when the wait can be over at the earliest; 0: at any time.
 func (w *watch) due() time.Duration {
-	if w.work.NotBefore == nil {
+	if w.work.Due == nil {
 		return 0
 	}
-	return time.Duration(w.work.NotBefore.Load())
+	return time.Duration(w.work.Due.NotBefore.Load())
 }
 
 // over reports whether the wait is over, and its error.
@@ -175,6 +175,9 @@ func (s *hostStream) look() {
 			s.outlook.later(due)
 		} else if over, err = w.over(); !over {
 			s.outlook.now(due)
+			if w.work.Due != nil {
+				w.work.Due.Pending.Store(int64(now))
+			}
 		}
 		if over {
 			w.drop()
@@ -282,9 +285,23 @@ func (s *hostStream) Await(ctx context.Context, p device.Point) error {
 }
 
 // help runs the work of watches that are over, if the stream's goroutine sleeps and has nothing
-// else to run. Nobody waits for the lock on its account for longer than a few instructions. It
-// returns for how long the helper may doze, since no watch is due.
-func (s *hostStream) help() (idle time.Duration) {
+// else to run. Nobody waits for the lock on its account for longer than a few instructions. Where no
+// watch is due it sleeps until shortly before the first one is, for maxDoze at most, and returns true.
+// What no watch brings about (Fail, a context that ends) the helper notices by so much later.
+func (s *hostStream) help() (dozed bool) {
+	idle := s.helpOnce()
+	if idle == 0 {
+		return false
+	}
+	precise()
+	nap(idle)
+	s.helpers.Add(1)
+	return true
+}
+
+// helpOnce is help without the sleep: it returns how long that is. If it is not 0, the helper no longer
+// counts as one, so that what is added meanwhile wakes the stream's goroutine.
+func (s *hostStream) helpOnce() (idle time.Duration) {
 	if !s.mu.TryLock() {
 		return 0
 	}
@@ -293,11 +310,15 @@ func (s *hostStream) help() (idle time.Duration) {
 		return 0
 	}
 	s.taken = true
-	if s.look(); s.first == len(s.queue) {
-		idle = s.outlook.doze(s.m.Now())
-	}
+	s.look()
+	ran := s.first < len(s.queue)
 	for s.first < len(s.queue) && s.queue[s.first].watched {
 		s.runNext()
+	}
+	if s.first == len(s.queue) && !ran { // otherwise what it waits for may be reached
+		if idle = s.outlook.doze(s.m.Now()); idle > 0 {
+			s.helpers.Add(-1)
+		}
 	}
 	s.taken = false
 	s.freed.wake()
@@ -305,15 +326,6 @@ func (s *hostStream) help() (idle time.Duration) {
 		s.sleeper.wake()
 	}
 	return idle
-}
-
-// doze lets a helper sleep. It does not count meanwhile, so that what is added wakes the stream's
-// goroutine.
-func (s *hostStream) doze(d time.Duration) {
-	s.helpers.Add(-1)
-	precise()
-	nap(d)
-	s.helpers.Add(1)
 }
 
 // unwatch drops the remaining watches when the stream's goroutine ends.

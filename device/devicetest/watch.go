@@ -265,12 +265,12 @@ func watchesDue(s *suite) {
 	w, gpu := s.watcher(), s.stream(device.HBM(0), "gpu")
 	gate, ev := s.fence(), s.event()
 	for i, due := range []time.Duration{0, 1, s.m.Now(), s.m.Now() + time.Millisecond} {
-		var at atomic.Int64
-		at.Store(int64(due))
+		at := &device.Due{}
+		at.NotBefore.Store(int64(due))
 		s.ok(gpu.WaitFence(gate, uint32(i+1)))
 		s.ok(gpu.Record(ev))
 		work := w.work("due")
-		work.NotBefore = &at
+		work.Due = at
 		w.pending(w.WatchEvent(ev, work))
 		w.pending(w.Watch(device.Point{Fence: gate, Value: uint32(i + 1)}, work))
 		s.ok(gate.Signal(uint32(i + 1)))

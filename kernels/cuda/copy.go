@@ -29,10 +29,11 @@ func (l *streamState) copyBlocks(o *kernels.CopyBlocks) error {
 }
 
 func (l *streamState) copy(o *kernels.Copy) error {
-	words, chunks := int(o.Src.Bytes()/4), 0
-	if o.Src.Addr%16 == 0 && o.Dst.Addr%16 == 0 {
-		chunks = words / 4
+	bytes, chunks := int(o.Src.Bytes()), 0
+	if (o.Src.Addr|o.Dst.Addr)%16 == 0 {
+		chunks = bytes / 16
 	}
+	words := bytes / 4
 	blocks := min(ceil(max(chunks, words-4*chunks), copySmallThreads), copySmallBlocks)
 	return launch(l, o.Name(), copySmallKernel, grid{x: blocks, threads: copySmallThreads, noOverlap: true}, &copyArgs{
 		src: address(&o.Src), dst: address(&o.Dst), chunks: int32(chunks), words: int32(words),
