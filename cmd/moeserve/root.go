@@ -117,7 +117,8 @@ var foreign = map[string]string{
 	"--ctx-size": "--max-model-len", "--context-length": "--max-model-len", "--num-ctx": "--max-model-len",
 	"--temp": "--temperature", "--batch-size": "--max-num-batched-tokens", "--parallel": "--max-num-seqs",
 	"--n-cpu-moe": "--offload-fraction", "--cpu-moe": "--offload-fraction", "--cpu-offload-gb": "--offload-fraction",
-	"--n-gpu-layers": "--offload-fraction", "--gpu-layers": "--offload-fraction",
+	"--n-gpu-layers": "--offload-fraction", "--gpu-layers": "--offload-fraction", "-ngl": "--offload-fraction", "-ncmoe": "--offload-fraction",
+	"-c": "--max-model-len", "-np": "--max-num-seqs", "-n": "--max-tokens", "-b": "--max-num-batched-tokens", "-mg": "--gpu",
 	"--prompts": "--dataset-path", "--num-requests": "--num-prompts", "--main-gpu": "--gpu",
 	"--random-input-len": "--input-len", "--random-output-len": "--output-len", "--custom-output-len": "--output-len",
 	"--save-result": "--json", "--result-filename": "--json", "--backend": "--endpoint", "--endpoint-type": "--endpoint",
@@ -147,7 +148,13 @@ func flagError(cmd *cobra.Command, err error) error {
 		var names []string
 		cmd.Flags().VisitAll(func(f *pflag.Flag) { names = append(names, "--"+f.Name) })
 		lists := cmd.CommandPath() + " --help lists the flags"
-		if unknown.GetSpecifiedShortnames() != "" {
+		if all, _, _ := strings.Cut(unknown.GetSpecifiedShortnames(), "="); all != "" {
+			// One name of several letters, as llama.cpp has, is several flags to pflag.
+			for _, name := range []string{"-" + all, "-" + unknown.GetSpecifiedName()} {
+				if same := foreign[name]; slices.Contains(names, same) {
+					return usagef("there is no flag %s; did you mean %s?", name, same)
+				}
+			}
 			name := "-" + unknown.GetSpecifiedName()
 			if use, ok := foreignUse[name]; ok && cmd.Name() == "run" {
 				lists = use
