@@ -81,7 +81,8 @@
 // earliest (device.Due), by the chunk's bytes, what is in flight before it, and somewhat more than the
 // rate of the topology or, if that is higher, of recent chunks, once one was seen to take as long as that.
 // Until then its thread sleeps, where nothing else is due, and so does one who waits in its place, who
-// notices a Fail or the end of a context by so much later, a millisecond at most. Of chunks that land soon, as
+// notices what no chunk brings about (Cancel, Skip, the end of a context, a lost device) by so much later, a
+// millisecond at most. Of chunks that land soon, as
 // small ones and those of relays over NVLink, and on links whose rate is unknown, no such time is told, nor
 // is one of After points: while such a wait is pending, the stream polls as without the others.
 //

@@ -163,6 +163,7 @@ func (l *link) launch(i int, c dispatch.Chunk, via dispatch.Via) {
 	s.chunk, s.via = c, via
 	if c.Request.Owner.(*Ticket).unit > 0 {
 		s.due.NotBefore.Store(0) // on the kernels' stream
+		s.due.Pending.Store(0)
 	} else {
 		l.pacer.launch(now, c.Bytes, s.due)
 	}

@@ -14,9 +14,10 @@ import (
 //   - it reckons with paceMargin times the rate, which is the topology's, or that of recent chunks where
 //     it is higher, and from when the chunk before can have landed at the earliest, not from when the host
 //     has seen it: then it had been looked for in vain, or was not due;
-//   - it says nothing before a chunk was seen not to have landed at the time that it reckoned with, and
-//     nothing again after one was not: its rate may be too low, or the host looks too seldom to tell. Then
-//     the host looks as often as it would without.
+//   - it says nothing before a large chunk was seen not to have landed at the time that it reckoned with,
+//     and nothing again after one was not: its rate may be too low, or the host looks too seldom to tell.
+//     Then the host looks as often as it would without. A link whose rate changes, beyond a profile that is
+//     too low, has one chunk that is seen late for each change.
 //
 // Links that are slower, as those that share a root are, are looked at for longer.
 type pacer struct {
@@ -26,9 +27,10 @@ type pacer struct {
 	// trusted: the latest chunk was seen not to have landed when it can have landed at the earliest.
 	trusted bool
 	// flight are the chunks in flight, in the order of their launch. seen is when the host learned of the
-	// end of the one before the first.
+	// end of the one before the first; exact: it had been looked for in vain shortly before.
 	flight []paced
 	seen   time.Duration
+	exact  bool
 }
 
 // paced is a chunk in flight.
@@ -91,9 +93,11 @@ func (p *pacer) land(now time.Duration, due *device.Due) {
 		at = max(at, c.ends)
 	}
 	if k == 0 {
-		p.trusted = pending >= c.ends
-		p.learn(now)
-		p.seen = now
+		if p.large(c.bytes) {
+			p.trusted = pending >= c.ends
+			p.learn(now)
+		}
+		p.seen, p.exact = now, pending > 0 && now-pending <= c.takes/8
 	}
 	p.flight = slices.Delete(p.flight, k, k+1)
 	if k > 0 {
@@ -120,16 +124,22 @@ func (p *pacer) drop(now time.Duration, due *device.Due) {
 	p.tell(now, k)
 }
 
+// large reports whether so many bytes take so long, by the profile, that the link learns from them. Of a
+// small chunk much of the time is latency, and it is seldom looked for in time to tell.
+func (p *pacer) large(bytes int64) bool {
+	return time.Duration(float64(bytes)/(paceMargin*p.profile)*1e9) >= paceLeast
+}
+
 func (p *pacer) find(due *device.Due) int {
 	return slices.IndexFunc(p.flight, func(c paced) bool { return c.due == due })
 }
 
-// learn takes the rate of the first chunk, which has landed, into account. What the host has seen late
-// makes the chunk behind look fast, so that no chunk counts for more than the margin.
+// learn takes the rate of the first chunk, which has landed, into account, unless it was behind one that the
+// host has seen late: that makes it look fast.
 func (p *pacer) learn(now time.Duration) {
 	c, rate := &p.flight[0], max(p.profile, p.rate)
-	if c.takes < paceLeast {
-		return // of a small chunk much of the time is latency
+	if p.seen > c.launched && !p.exact {
+		return
 	}
 	got := paceMargin * rate
 	if took := now - max(p.seen, c.launched); took > 0 {

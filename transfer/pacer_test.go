@@ -79,18 +79,38 @@ func TestPacer(t *testing.T) {
 	want("the third took as long as it was reckoned to, by a rate that is an eighth of the margin higher now", 29_869_566*time.Nanosecond)
 	land(31*ms, 31*ms, 0)
 
-	// What the host has seen at once, since it was late before, is not much faster than the link.
+	// One behind an end that was seen in time tells the rate, by the margin at most.
 	p.launch(40*ms, chunk, &due[0])
 	p.launch(40*ms, chunk, &due[1])
 	land(43*ms, 43*ms, 0)
-	land(43*ms, 43*ms, 1)
+	land(43*ms+ms/2, 43*ms+ms/2, 1)
 	if p.rate != p.profile*paceMargin {
-		t.Errorf("after one chunk in no time: %v", p.rate)
+		t.Errorf("after one chunk in half the time: %v", p.rate)
 	}
 	p.launch(50*ms, chunk, &due[0])
 	land(52*ms, 52*ms, 0)
 	if p.rate >= p.profile*paceMargin || p.rate <= p.profile {
 		t.Errorf("after one at half the rate: %v", p.rate)
+	}
+
+	// Chunks that are seen at once do not make the link think that it is ever faster, and small ones tell nothing.
+	at := 60 * ms
+	for range 400 {
+		p.launch(at, chunk, &due[0])
+		p.launch(at, chunk, &due[1])
+		at += 23 * ms / 10
+		land(at, at-ms/2, 0)
+		land(at, at-ms/2, 1)
+	}
+	if p.rate != p.profile {
+		t.Errorf("after pairs of chunks that were seen at once, late: %v", p.rate)
+	}
+	for _, trusted := range []bool{true, false} {
+		p.trusted = trusted
+		p.launch(at, chunk/100, &due[0])
+		if land(at+1, 0, 0); p.trusted != trusted {
+			t.Errorf("a small chunk makes it %v what the host is told", p.trusted)
+		}
 	}
 
 	unknown := pacer{}

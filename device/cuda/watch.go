@@ -286,17 +286,17 @@ func (s *hostStream) Await(ctx context.Context, p device.Point) error {
 
 // help runs the work of watches that are over, if the stream's goroutine sleeps and has nothing
 // else to run. Nobody waits for the lock on its account for longer than a few instructions. Where no
-// watch is due it sleeps until shortly before the first one is, for maxDoze at most, and returns true.
-// What no watch brings about (Fail, a context that ends) the helper notices by so much later.
-func (s *hostStream) help() (dozed bool) {
+// watch is due it sleeps until shortly before the first one is, for maxDoze at most, and returns true if
+// it is the first to wake: one that polls from then on is enough. What no watch brings about (Fail, a
+// context that ends, a copy that is taken back) a helper notices by so much later.
+func (s *hostStream) help() (first bool) {
 	idle := s.helpOnce()
 	if idle == 0 {
 		return false
 	}
 	precise()
 	nap(idle)
-	s.helpers.Add(1)
-	return true
+	return s.helpers.Add(1) == 1
 }
 
 // helpOnce is help without the sleep: it returns how long that is. If it is not 0, the helper no longer
