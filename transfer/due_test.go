@@ -1,7 +1,6 @@
 package transfer_test
 
 import (
-	"errors"
 	"testing"
 	"time"
 
@@ -92,24 +91,13 @@ func TestDue(t *testing.T) {
 				t.Fatal(err)
 			}
 			m := &dueMachine{Machine: inner, notice: notice}
-			e, err := transfer.New(transfer.Options{Machine: m})
-			if err != nil {
-				t.Fatal(err)
+			r := rigOn(t, inner, m, transfer.Options{})
+			src, dst := r.alloc(c.from, c.bytes), r.alloc(c.to, c.bytes)
+			if c.relays {
+				r.relay(device.HBM(1), 3, 8<<20)
+				r.relay(device.HBM(2), 3, 8<<20)
 			}
-			defer func() {
-				if err := errors.Join(e.Close(), m.Close()); err != nil {
-					t.Error(err)
-				}
-			}()
-			t.Run("", func(t *testing.T) { // memory is freed before the machine is closed
-				r := &rig{T: t, m: inner, engine: e}
-				src, dst := r.alloc(c.from, c.bytes), r.alloc(c.to, c.bytes)
-				if c.relays {
-					r.relay(device.HBM(1), 3, 8<<20)
-					r.relay(device.HBM(2), 3, 8<<20)
-				}
-				r.wait(r.submit(transfer.Request{Src: src.Region(0, c.bytes), Dst: dst.Region(0, c.bytes), Priority: transfer.Demand, Done: r.point()}))
-			})
+			r.wait(r.submit(transfer.Request{Src: src.Region(0, c.bytes), Dst: dst.Region(0, c.bytes), Priority: transfer.Demand, Done: r.point()}))
 			told := 0
 			for _, chunk := range m.all {
 				if chunk.told {
