@@ -28,7 +28,8 @@
 // # Files
 //
 // An operation's struct, Check and Declare are in the file of its family: rows.go, matmul.go,
-// attention.go, routing.go, expert.go, combine.go, logits.go, copy.go.
+// attention.go, routing.go, expert.go, combine.go, logits.go, copy.go. Pinned (pinned.go) is memory that the host and the device's kernels share, and makes small copies by
+// Copy or by the copy engines.
 //
 // # Random numbers
 //
