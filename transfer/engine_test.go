@@ -935,6 +935,7 @@ func canceled() context.Context {
 
 func TestClose(t *testing.T) {
 	machines(t, func(t *testing.T, o emulated.Options) {
+		o.HostLink, o.Pace = emulated.Link{BytesPerSecond: 200}, !o.Virtual // Close comes long before the first copy's end
 		m, err := emulated.New(o)
 		if err != nil {
 			t.Fatal(err)
