@@ -458,6 +458,7 @@ var linked = map[string]string{
 	"github.com/go-logr/stdr":             "of OpenTelemetry's SDK",
 	"github.com/go-viper/mapstructure/v2": "of viper; values that read themselves from text",
 	"github.com/google/uuid":              "of OpenTelemetry's SDK",
+	"github.com/klauspost/cpuid/v2":       "of xxh3",
 	"github.com/mitchellh/colorstring":    "of progressbar/v2",
 	"github.com/pelletier/go-toml/v2":     "of viper",
 	"github.com/rivo/uniseg":              "of sugarme/tokenizer and progressbar/v2",
@@ -476,6 +477,7 @@ var linked = map[string]string{
 	"github.com/vmihailenco/msgpack/v5":   "KV events as MessagePack",
 	"github.com/vmihailenco/tagparser/v2": "of msgpack",
 	"github.com/x448/float16":             "FP16 and its rounding",
+	"github.com/zeebo/xxh3":               "the checksum of KV blocks in files",
 	"go.opentelemetry.io/auto/sdk":        "of OpenTelemetry's SDK",
 	"go.opentelemetry.io/otel":            "spans of requests (server/spans), with traceparent of clients",
 	"go.opentelemetry.io/otel/log":        "of OpenTelemetry's SDK",
@@ -491,7 +493,7 @@ var linked = map[string]string{
 }
 
 // linkedPackages is how many packages these modules have in the command.
-const linkedPackages = 111
+const linkedPackages = 113
 
 // opens are the functions that open a file for reading, or a folder whose files they open. Package
 // untrusted stands before them: see TestFilesAreOpenedBounded.

@@ -316,7 +316,7 @@ func TestBadOptions(t *testing.T) {
 		"the GPU itself":    {rigOptions{config: offload.Config{GPUBlocks: 4, DestGPUs: []int{0}}, harvest: peers()}, []string{"dest_gpu_id is 0"}},
 		"no folder":         {rigOptions{config: offload.Config{FileBlocks: 4, Directory: filepath.Join(file, "..", "none")}}, []string{"directory", "none", "no such file"}},
 		"not a folder":      {rigOptions{config: offload.Config{FileBlocks: 4, Directory: file}}, []string{"directory", "not a directory"}},
-		"more blocks than the directory has room": {rigOptions{config: offload.Config{FileBlocks: 2e9}, headBytes: 1 << 20}, []string{"num_file_blocks is 2000000000, of 16777260 bytes each", "bytes are free in directory", "set it to at most"}},
+		"more blocks than the directory has room": {rigOptions{config: offload.Config{FileBlocks: 2e9}, headBytes: 1 << 20}, []string{"num_file_blocks is 2000000000, of 16777264 bytes each", "bytes are free in directory", "set it to at most"}},
 		"patience":    {rigOptions{config: offload.Config{CPUBlocks: 4}, patience: -1}, []string{"Patience"}},
 		"store limit": {rigOptions{config: offload.Config{CPUBlocks: 4}, limit: -1}, []string{"StoreLimit"}},
 	} {

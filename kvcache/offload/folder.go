@@ -5,7 +5,6 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
-	"hash/crc32"
 	"io"
 	"log/slog"
 	"math"
@@ -14,6 +13,7 @@ import (
 	"regexp"
 	"strings"
 
+	"github.com/zeebo/xxh3"
 	"golang.org/x/sys/unix"
 
 	"github.com/moeserve/moeserve/kvcache"
@@ -159,17 +159,16 @@ func own(fd int, kind uint32) (size int64, ok bool) {
 	return s.Size, err == nil && s.Mode&unix.S_IFMT == kind && int(s.Uid) == os.Geteuid()
 }
 
-// The header of a file: magic, key, checksum of the content. All numbers are little-endian.
+// The header of a file: magic, key, XXH3 of the content. All numbers are little-endian.
+// XXH3 in place of CRC-32C: a block is verified at twice the rate and more (BenchmarkReadFiles).
 const (
-	fileMagic   = "moeKVb1\n"
-	headerBytes = len(fileMagic) + 32 + 4
+	fileMagic   = "moeKVb2\n"
+	headerBytes = len(fileMagic) + len(kvcache.Key{}) + 8
 )
-
-var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 func fileHeader(k kvcache.Key, content []byte) []byte {
 	h := append([]byte(fileMagic), k[:]...)
-	return binary.LittleEndian.AppendUint32(h, crc32.Checksum(content, castagnoli))
+	return binary.LittleEndian.AppendUint64(h, xxh3.Hash(content))
 }
 
 // probe writes and removes a file of a block's size: there is room, and rights.
