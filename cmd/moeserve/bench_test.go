@@ -46,7 +46,7 @@ func pictured(t *testing.T) string {
 // Each tier is flat up to the predicted saturation point, and falls from there, on the
 // machine of the README's picture. Its times do not depend on data, so none is kept.
 func TestSweepBendsWherePredicted(t *testing.T) {
-	defer goleak.VerifyNone(t)
+	defer goleak.VerifyNone(t, goleak.IgnoreCurrent())
 	args := []string{
 		"bench", "sweep", "--emulate", pictured(t) + ",nodata", "--input-len", "77", "--warmup-tokens", "2", "--trials", "1",
 		"--fractions", "0,0.0625,0.25,0.5,0.625,1", "--json", "-",

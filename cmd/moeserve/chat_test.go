@@ -21,7 +21,7 @@ func talk(t *testing.T, input string, args ...string) (stdout, stderr string, co
 
 // Lines are messages, and completions lines of standard output.
 func TestChat(t *testing.T) {
-	defer goleak.VerifyNone(t)
+	defer goleak.VerifyNone(t, goleak.IgnoreCurrent())
 	stdout, stderr, code := talk(t, "1+2=\n\n  reverse: d a c b =  \n123+456=")
 	if code != exitDone || stdout != "3\nb c a d\n579\n" || stderr != "" {
 		t.Errorf("exit code %d: %q, %q", code, stdout, stderr)
@@ -115,7 +115,7 @@ func TestChatNeedsAnInstructModel(t *testing.T) {
 
 // An interrupt stops a completion, and the conversation goes on.
 func TestChatInterrupted(t *testing.T) {
-	defer goleak.VerifyNone(t)
+	defer goleak.VerifyNone(t, goleak.IgnoreCurrent())
 	in, typist := io.Pipe()
 	s := &streams{in: in, err: io.Discard}
 	printed := make(chan string, 1000)

@@ -184,7 +184,7 @@ func invoke(t *testing.T, stdin io.Reader, args ...string) (stdout, stderr strin
 // Every architecture says what the reference says, with half of its experts
 // elsewhere, and leaves no goroutine behind.
 func TestFixturesAnswerAsTheReference(t *testing.T) {
-	defer goleak.VerifyNone(t)
+	defer goleak.VerifyNone(t, goleak.IgnoreCurrent())
 	for _, name := range []string{"mixtral", "phimoe", "qwen2_moe", "qwen3_moe", "olmoe", "mixtral_fused"} {
 		t.Run(name, func(t *testing.T) {
 			dir := fixtureDir(t, name)
@@ -263,7 +263,7 @@ func TestInterrupt(t *testing.T) {
 
 // So it does while a prompt is waited for.
 func TestInterruptedPrompt(t *testing.T) {
-	defer goleak.VerifyNone(t)
+	defer goleak.VerifyNone(t, goleak.IgnoreCurrent())
 	in, typist := io.Pipe()
 	ctx, cancel := context.WithCancel(t.Context())
 	time.AfterFunc(10*time.Millisecond, cancel)
@@ -279,7 +279,7 @@ func TestInterruptedPrompt(t *testing.T) {
 
 // And while a model is loaded.
 func TestInterruptedLoad(t *testing.T) {
-	defer goleak.VerifyNone(t)
+	defer goleak.VerifyNone(t, goleak.IgnoreCurrent())
 	ctx, cancel := context.WithCancel(t.Context())
 	time.AfterFunc(50*time.Millisecond, cancel)
 	var errs bytes.Buffer
@@ -292,7 +292,7 @@ func TestInterruptedLoad(t *testing.T) {
 
 // A reader who goes away ends the generation.
 func TestBrokenOutput(t *testing.T) {
-	defer goleak.VerifyNone(t)
+	defer goleak.VerifyNone(t, goleak.IgnoreCurrent())
 	t.Chdir(t.TempDir())
 	var errs bytes.Buffer
 	code := execute(t.Context(), &streams{in: strings.NewReader(""), out: brokenWriter{}, err: &errs}, []string{"run", "--log-level", "error", "12+34="})
