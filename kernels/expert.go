@@ -21,6 +21,10 @@ type ExpertGEMM struct {
 // TileColumns or the size itself: rows of w1 and w3, columns of w2. The zero value is none.
 type Columns struct{ First, End int }
 
+// Divisible reports whether operations can compute with a part of an expert's columns, so that others
+// compute with the rest: at least one of them has a multiple of TileColumns.
+func (l *ExpertLayout) Divisible() bool { return l.Intermediate > TileColumns }
+
 // columns returns the part of the intermediate size that is computed.
 func (p *ExpertGEMM) columns() Columns {
 	if p.Columns == (Columns{}) {
