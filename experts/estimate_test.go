@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // TestEstimate: measurements bring the assumed coefficients to the true ones, as far as they tell them.
@@ -100,7 +101,7 @@ func readBytes(d division) float64 {
 func (h hostTimes) divisions(missing int) (all []division) {
 	for n := range missing + 1 {
 		all = append(all, division{onCPU: n})
-		for first := kernels.TileColumns; h.readRate > 0 && n < missing && first < mixtralExpert.Intermediate; first += 8 * kernels.TileColumns {
+		for first := kernels.TileColumns; h.readRate > 0 && n < missing && first < mixtralExpert.Intermediate; first += 16 * kernels.TileColumns {
 			all = append(all, division{onCPU: n, first: first})
 		}
 	}
@@ -159,6 +160,7 @@ func simulate(layers, first, missing int, before, after hostTimes, auto *CPUShar
 // slower than any fixed fraction, none and all included, and at most 5 % than the best division of each
 // layer.
 func TestShareConverges(t *testing.T) {
+	racedetector.SkipSequential(t)
 	x := float64(mixtralExpert.Size)
 	slow := func(h hostTimes) hostTimes { h.cpu.Expert *= 4; return h }
 	hosts := map[string]hostTimes{
