@@ -14,8 +14,9 @@ import (
 // CPUShare decides which of the experts that a router selected, and that lie in host memory alone,
 // the CPU computes there; the others are fetched. Its methods may be called from several goroutines.
 //
-// Without a fraction, the CPU and the link to the GPU end together, as far as whole experts allow, by
-// estimates of both times from recent layers. Each has a fixed part and one for each expert (see
+// Without a fraction, the CPU and the link to the GPU end together, by estimates of both times from
+// recent layers. One expert of a layer may be divided (see split): kernels read its first columns over
+// the link, in host memory, and the CPU computes with the others. Each time has a fixed part and one for each expert (see
 // estimate), so that a CPU that gets few experts, most of whose time is that of starting, does not
 // look slow. Where recent layers do not tell the parts apart, or one of the two got nothing for long,
 // a layer is divided otherwise now and then.
@@ -30,15 +31,21 @@ type CPUShare struct {
 	rate     CPURate
 
 	mu sync.Mutex
+	// divides: one expert of a layer may be divided.
+	divides bool
 	// cpu and link are estimates of the times of a layer: of 1, the experts, and their rows beyond
-	// the first; and of 1 and the bytes. bytesPerSecond was assumed of the link lately.
-	cpu, link      estimate
-	bytesPerSecond float64
+	// the first; and of 1 and the bytes. read is one of the time of a layer's divided expert, of 1, the
+	// bytes that kernels read, and those that are copied meanwhile, which are copying of the latest layer.
+	// bytesPerSecond was assumed of the link lately.
+	cpu, link, read estimate
+	copying         int64
+	bytesPerSecond  float64
 	// decided is when the latest layer was divided.
 	decided time.Duration
 	// layers counts divided layers; computed and copied are the latest of them in which the CPU, and
-	// the link, got experts, explored is the latest that was divided otherwise.
-	layers, computed, copied, explored int
+	// the link, got experts, split is the latest with a divided one, and explored the latest that was
+	// divided otherwise.
+	layers, computed, copied, split, explored int
 }
 
 // CPURate is how fast the CPU computes experts where they lie, as far as it is known before it has.
@@ -72,7 +79,15 @@ func NewCPUShare(fraction float64, assumed CPURate) *CPUShare {
 	return &CPUShare{fraction: fraction, rate: assumed}
 }
 
-// Auto reports whether experts are divided by time.
+// Divide lets one expert of a layer be divided between the CPU and kernels that read it, where they can:
+// the caller computes both parts of Use.OnCPU and adds them.
+func (c *CPUShare) Divide() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.divides = true
+}
+
+// Auto reports whether layers are divided by time.
 func (c *CPUShare) Auto() bool { return c.fraction < 0 }
 
 func (c *CPUShare) time(l *kernels.ExpertLayout) CPUTime {
@@ -87,6 +102,8 @@ func (t CPUTime) terms() [terms]float64 { return [terms]float64{t.Layer, t.Exper
 type MissTimes struct {
 	CPU                 CPUTime
 	LinkStart, LinkByte float64
+	// ReadStart and ReadByte are of an expert that is divided, and that kernels read over the link.
+	ReadStart, ReadByte float64
 }
 
 // MissTimes returns the present estimates; false: experts are not divided by time.
@@ -101,6 +118,8 @@ func (s *Store) MissTimes() (MissTimes, bool) {
 	t := MissTimes{CPU: c.time(&s.plan.Layout), LinkStart: link.start.Seconds()}
 	if link.bytesPerSecond > 0 {
 		t.LinkByte = 1 / link.bytesPerSecond
+		read := c.read.coefficients(c.readTerms())
+		t.ReadStart, t.ReadByte = read[0], read[1]
 	}
 	return t, true
 }
@@ -112,24 +131,55 @@ func (c *CPUShare) Decided() time.Duration {
 	return c.decided
 }
 
+// ComputedExpert is an expert that the CPU has computed: for so many rows, this share of its columns.
+type ComputedExpert struct {
+	Rows  int
+	Share float64
+}
+
 // Computed records how long after it was divided the CPU had computed those experts of a layer that it
-// got, which have these numbers of rows.
-func (c *CPUShare) Computed(l *kernels.ExpertLayout, rows []int, took time.Duration) {
+// got.
+func (c *CPUShare) Computed(l *kernels.ExpertLayout, list []ComputedExpert, took time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if len(rows) > 0 && c.Auto() {
+	if len(list) > 0 && c.Auto() {
 		c.computed = c.layers
-		c.cpu.add(c.rate.time(l).terms(), quantities(rows), took.Seconds())
+		c.cpu.add(c.rate.time(l).terms(), quantities(list), took.Seconds())
 	}
 }
 
-// quantities are the terms of the CPU's time for experts with these rows.
-func quantities(rows []int) [terms]float64 {
-	x := [terms]float64{1, float64(len(rows)), 0}
-	for _, n := range rows {
-		x[2] += float64(n - 1)
+// quantities are the terms of the CPU's time for experts.
+func quantities(list []ComputedExpert) [terms]float64 {
+	x := [terms]float64{1, 0, 0}
+	for _, e := range list {
+		x[1] += e.Share
+		x[2] += e.Share * float64(e.Rows-1)
 	}
 	return x
+}
+
+// ReadInPlace records how long after the layer was divided kernels had read so many bytes of its divided
+// expert in host memory, and computed with them.
+func (c *CPUShare) ReadInPlace(bytes int64, took time.Duration) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.Auto() && c.bytesPerSecond > 0 && bytes > 0 {
+		c.read.add(c.readTerms(), [terms]float64{1, float64(bytes), float64(c.copying)}, took.Seconds())
+	}
+}
+
+// readShare is assumed of the rate at which kernels read host memory, as a share of that of copies.
+const readShare = 0.925
+
+func (c *CPUShare) readTerms() [terms]float64 {
+	return [terms]float64{linkStart.Seconds(), 1 / (readShare * c.bytesPerSecond), 1 / c.bytesPerSecond}
+}
+
+// fetching records how many bytes the link copies for the layer that was divided last.
+func (c *CPUShare) fetching(bytes int64) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.copying = bytes
 }
 
 // linkStart is assumed of the time between a layer's division and its first byte on the link.
@@ -219,6 +269,56 @@ func (t CPUTime) longer(size int64, link hostLink, list []candidate, n int) (sec
 	return max(copying, computing)
 }
 
+// split is a division of one expert by its columns: kernels read the first ones in host memory, as many
+// as first, and the CPU computes with the others. The zero value is none.
+type split struct {
+	first int
+	// seconds until all experts of the layer are there or computed; linkFree of them the link is free.
+	seconds, linkFree float64
+}
+
+const (
+	// splitGain is the least share of the time that dividing an expert has to save: there are two
+	// launches more.
+	splitGain = 0.03
+	// splitRows is the most rows of an expert that is divided: more do not fit into a tile of the
+	// kernels, which would read its weights over the link again.
+	splitRows = 16
+)
+
+// split divides candidate n, of which nothing has been copied, where the CPU computes those in front of it
+// and the others are fetched: so that the CPU and the link, over which kernels read, end together.
+// read are the coefficients of the estimate of that. An expert of which one of them would get nothing is
+// not divided.
+func (t CPUTime) split(l *kernels.ExpertLayout, link hostLink, read [terms]float64, list []candidate, n int) (s split, ok bool) {
+	x := &list[n]
+	if x.left < l.Size || x.rows > splitRows {
+		return s, false
+	}
+	computing := t.Layer
+	for i := range list[:n] {
+		computing += t.Expert + t.Row*float64(list[i].rows-1)
+	}
+	whole, reading := t.Expert+t.Row*float64(x.rows-1), read[1]*float64(l.Size)
+	copying := read[0] - min(link.head.Seconds(), 0)
+	for i := range list[n+1:] {
+		copying += read[2] * float64(list[n+1+i].left)
+	}
+	if whole+reading <= 0 {
+		return s, false
+	}
+	share := (computing + whole - copying) / (whole + reading)
+	s.first = int(math.Round(share*float64(l.Intermediate)/kernels.TileColumns)) * kernels.TileColumns
+	if s.first <= 0 || s.first >= l.Intermediate {
+		return s, false
+	}
+	share = float64(s.first) / float64(l.Intermediate)
+	busy := copying + share*reading
+	s.seconds = max(busy, computing+(1-share)*whole)
+	s.linkFree = s.seconds - busy
+	return s, true
+}
+
 const (
 	// One layer is divided otherwise behind so many, where the CPU's estimate is degenerate; and
 	// behind so many in which the CPU, or the link, got nothing. exploreCost is the most that it costs,
@@ -228,23 +328,56 @@ const (
 	exploreCost     = 0.005
 )
 
-// divide divides the open layer, at the time now.
-// head is how long the link will be free while the CPU computes.
-func (c *CPUShare) divide(l *kernels.ExpertLayout, link hostLink, list []candidate, now time.Duration) (onCPU int, head time.Duration) {
+// division is that of a layer's candidates: the CPU computes the first ones, as many as onCPU.
+type division struct {
+	onCPU int
+	// first is the number of columns of the next candidate that kernels read; with the others the CPU
+	// computes. 0: it is fetched.
+	first int
+	// head is how long the link will be free while the CPU computes.
+	head time.Duration
+}
+
+// divide divides the open layer, at the time now. mayRead: kernels can read host memory.
+func (c *CPUShare) divide(l *kernels.ExpertLayout, link hostLink, list []candidate, mayRead bool, now time.Duration) (d division) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.decided = now
 	t, link := c.time(l), c.measuredLink(link)
-	onCPU = t.divide(l.Size, link, list)
-	if len(list) > 0 && link.bytesPerSecond > 0 {
-		c.layers++
-		onCPU = c.explore(l.Size, t, link, list, onCPU)
+	d.onCPU = t.divide(l.Size, link, list)
+	if len(list) == 0 || link.bytesPerSecond <= 0 {
+		return d
 	}
-	if link.bytesPerSecond <= 0 {
-		return onCPU, 0
+	c.layers++
+	seconds := t.longer(l.Size, link, list, d.onCPU)
+	free := seconds - link.seconds(list[d.onCPU:])
+	if mayRead && c.divides {
+		if n, s := c.bestSplit(l, t, link, list, seconds); s.first > 0 {
+			c.split = c.layers
+			return division{onCPU: n, first: s.first, head: time.Duration(s.linkFree * float64(time.Second))}
+		}
 	}
-	free := t.longer(l.Size, link, list, onCPU) - link.seconds(list[onCPU:])
-	return onCPU, time.Duration(free * float64(time.Second))
+	if other := c.explore(l.Size, t, link, list, d.onCPU); other != d.onCPU {
+		d.onCPU, free = other, t.longer(l.Size, link, list, other)-link.seconds(list[other:])
+	}
+	d.head = time.Duration(free * float64(time.Second))
+	return d
+}
+
+// bestSplit returns the candidate whose division ends first, if that is sooner than the seconds of whole
+// experts. Where none was divided for long, one is now and then that does not end much later.
+func (c *CPUShare) bestSplit(l *kernels.ExpertLayout, t CPUTime, link hostLink, list []candidate, whole float64) (candidate int, best split) {
+	read := c.read.coefficients(c.readTerms())
+	limit := (1 - splitGain) * whole
+	if since := c.layers - max(c.split, c.explored); since >= staleInterval {
+		limit = (1 + exploreCost*float64(since)) * whole
+	}
+	for n := range list {
+		if s, ok := t.split(l, link, read, list, n); ok && s.seconds <= limit {
+			candidate, best, limit = n, s, s.seconds
+		}
+	}
+	return candidate, best
 }
 
 // predict divides the experts that are predicted for the next layer.
@@ -298,6 +431,10 @@ type HostExpert struct {
 	Expert int
 	// Range is its extent, in pinned host memory.
 	device.Range
+	// First is the number of its first columns with which kernels compute, which read them at ReadAt; the
+	// CPU computes with the others. 0: the CPU computes all of it.
+	First  int
+	ReadAt device.Addr
 }
 
 // cpuWork is the part of an open layer that the CPU computes.
@@ -305,11 +442,15 @@ type cpuWork struct {
 	share *CPUShare // nil: none
 	// rows of each expert in this use.
 	rows []int
-	// list is what chooseCPU selected, chose the same for Use.OnCPU.
+	// list is what chooseCPU selected, chose the same for Use.OnCPU. Of the last one of list kernels
+	// read as many columns as first.
 	list  []candidate
+	first int
 	chose []HostExpert
 	// head: see hostLink, for the next layer's experts.
 	head time.Duration
+	// mapped is the number of the latest step for which it was asked where kernels read host memory.
+	mapped uint64
 	// copies are those from host memory that the latest layer of Auto waits for, of so many bytes when
 	// it was divided.
 	copies []*fetch
@@ -341,6 +482,7 @@ func (s *steps) chooseCPU(position int, marked []bool, predicted bool) {
 		w.list = append(w.list, candidate{expert: e, rows: w.rows[e], left: left})
 	}
 	forCPU(w.list)
+	w.first = 0
 	n := int(math.Round(w.share.fraction * float64(len(w.list))))
 	if w.share.Auto() {
 		link := hostLink{bytesPerSecond: s.fetch.links.Rate(device.Host)}
@@ -351,7 +493,11 @@ func (s *steps) chooseCPU(position int, marked []bool, predicted bool) {
 			if link.bytesPerSecond > 0 {
 				link.head = -time.Duration(float64(max(0, s.fetch.hostBytesLeft()-begun)) / link.bytesPerSecond * float64(time.Second))
 			}
-			n, w.head = w.share.divide(&s.plan.Layout, link, w.list, s.now())
+			d := w.share.divide(&s.plan.Layout, link, w.list, s.hostReadable(), s.now())
+			n, w.first, w.head = d.onCPU, d.first, d.head
+			if w.first > 0 {
+				n++
+			}
 		}
 	}
 	w.list = w.list[:n]
@@ -394,6 +540,7 @@ func (s *steps) awaitLink(position int, missing []int) {
 		}
 	}
 	w.bytes = s.fetch.hostBytesLeft()
+	w.share.fetching(w.bytes)
 }
 
 // computeOnCPU unmarks those of the open layer's routed experts that the CPU computes, counts them, and
@@ -407,9 +554,14 @@ func (s *steps) computeOnCPU(position int, chosen []int32) {
 	s.chooseCPU(position, s.layers[position].routed, false)
 	w := &s.cpu
 	w.chose = w.chose[:0]
-	for _, c := range w.list {
+	for i, c := range w.list {
 		s.counts.use(position, c.expert, Host)
-		w.chose = append(w.chose, HostExpert{Expert: c.expert, Range: s.places.hostRegion(ID{position, c.expert}).Range})
+		x := HostExpert{Expert: c.expert, Range: s.places.hostRegion(ID{position, c.expert}).Range}
+		if i == len(w.list)-1 && w.first > 0 {
+			x.First, x.ReadAt = w.first, x.Addr+s.inPlace.hostOffset
+			s.counts.ReadInPlace[Host] += s.plan.Layout.Bytes() * int64(x.First) / int64(s.plan.Layout.Intermediate)
+		}
+		w.chose = append(w.chose, x)
 	}
 	slices.SortFunc(w.chose, func(a, b HostExpert) int { return cmp.Compare(a.Expert, b.Expert) })
 	s.counts.OnCPU += int64(len(w.chose))
@@ -421,6 +573,22 @@ func (s *steps) countRows(chosen []int32) {
 	for _, e := range chosen {
 		s.cpu.rows[e]++
 	}
+}
+
+// hostReadable reports whether kernels of this step can read experts in host memory, at the address in
+// inPlace.hostOffset.
+func (s *steps) hostReadable() bool {
+	x := s.inPlace
+	if x.memory == nil || x.unavailable != nil || !s.plan.Layout.Divisible() {
+		return false
+	}
+	if s.cpu.mapped != s.number { // it may have been suspended and resumed
+		if x.mapHost(s.places.host) != nil {
+			return false
+		}
+		s.cpu.mapped = s.number
+	}
+	return true
 }
 
 // hostBytesLeft is the bytes that fetches from host memory have still to bring.

@@ -77,12 +77,8 @@ func TestDivideEndsTogether(t *testing.T) {
 		}
 		forCPU(list)
 		end := func(n int) (onCPU, onLink float64) {
-			var rows []int
-			for _, c := range list[:n] {
-				rows = append(rows, c.rows)
-			}
 			if n > 0 {
-				onCPU = sum(cpu.terms(), quantities(rows))
+				onCPU = sum(cpu.terms(), quantities(computed(list, division{onCPU: n})))
 			}
 			return onCPU, link.seconds(list[n:])
 		}
@@ -95,6 +91,68 @@ func TestDivideEndsTogether(t *testing.T) {
 			if x, y := end(m); max(x, y) < max(a, b)-1e-12 {
 				t.Fatalf("%+v, %+v, %d experts: %v s with %d on the CPU, %v s with %d", cpu, link, len(list), max(a, b), n, max(x, y), m)
 			}
+		}
+	}
+}
+
+// computed is what the CPU computes of a layer's candidates.
+func computed(list []candidate, d division) (all []ComputedExpert) {
+	for _, c := range list[:d.onCPU] {
+		all = append(all, ComputedExpert{c.rows, 1})
+	}
+	if d.first > 0 {
+		all = append(all, ComputedExpert{list[d.onCPU].rows, 1 - float64(d.first)/float64(mixtralExpert.Intermediate)})
+	}
+	return all
+}
+
+// TestSplitEndsTogether: CPU and link end within the time of TileColumns columns with a divided expert, no
+// other division of it would end earlier, and the time is what is predicted.
+func TestSplitEndsTogether(t *testing.T) {
+	r := rand.New(rand.NewPCG(5, 6))
+	divided := 0
+	for range 1000 {
+		cpu := CPUTime{Layer: 1e-4 * r.Float64(), Expert: 1e-3 + 1e-2*r.Float64(), Row: 1e-4 * r.Float64()}
+		link := hostLink{bytesPerSecond: 1e9 + 100e9*r.Float64(), start: time.Duration(r.IntN(50)) * time.Microsecond}
+		read := [terms]float64{1e-4 * r.Float64(), 1 / (link.bytesPerSecond * (0.5 + 0.5*r.Float64())), 1 / link.bytesPerSecond}
+		var list []candidate
+		for e := range 1 + r.IntN(5) {
+			list = append(list, candidate{expert: e, rows: 1 + r.IntN(4), left: mixtralExpert.Size})
+		}
+		forCPU(list)
+		n := r.IntN(len(list))
+		end := func(first int) (onCPU, onLink float64) {
+			onCPU = sum(cpu.terms(), quantities(computed(list, division{onCPU: n, first: first})))
+			return onCPU, read[0] + read[2]*float64(int64(len(list)-n-1)*mixtralExpert.Size) + read[1]*float64(mixtralExpert.Size)*float64(first)/float64(mixtralExpert.Intermediate)
+		}
+		s, ok := cpu.split(&mixtralExpert, link, read, list, n)
+		if !ok {
+			if a, b := end(kernels.TileColumns); a > b {
+				if a, b := end(mixtralExpert.Intermediate - kernels.TileColumns); a < b {
+					t.Fatalf("%+v, %+v, %+v, %d of %d experts: not divided", cpu, link, read, n, len(list))
+				}
+			}
+			continue
+		}
+		divided++
+		a, b := end(s.first)
+		if math.Abs(max(a, b)-s.seconds) > 1e-9 || math.Abs(max(a-b, 0)-s.linkFree) > 1e-9 {
+			t.Fatalf("%+v, %+v, %+v: %+v, and it is %v on the CPU, %v on the link", cpu, link, read, s, a, b)
+		}
+		for first := kernels.TileColumns; first < mixtralExpert.Intermediate; first += kernels.TileColumns {
+			if x, y := end(first); max(x, y) < max(a, b)-(cpu.Expert+read[1]*float64(mixtralExpert.Size))*kernels.TileColumns/float64(mixtralExpert.Intermediate) {
+				t.Fatalf("%+v, %+v, %+v: %v s with %d columns, %v s with %d", cpu, link, read, max(a, b), s.first, max(x, y), first)
+			}
+		}
+	}
+	if divided < 200 {
+		t.Errorf("%d of 1000 were divided", divided)
+	}
+	// An expert that is being copied, and one with many rows.
+	cpu, link := CPUTime{Expert: 3e-3}, hostLink{bytesPerSecond: 50e9}
+	for _, c := range []candidate{{0, 1, mixtralExpert.Size / 2}, {0, 17, mixtralExpert.Size}} {
+		if s, ok := cpu.split(&mixtralExpert, link, [terms]float64{0, 1 / 45e9}, []candidate{c}, 0); ok {
+			t.Errorf("%+v was divided: %+v", c, s)
 		}
 	}
 }

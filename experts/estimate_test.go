@@ -6,6 +6,9 @@ import (
 	"math/rand/v2"
 	"testing"
 	"time"
+
+	"github.com/moeserve/moeserve/kernels"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // TestEstimate: measurements bring the assumed coefficients to the true ones, as far as they tell them.
@@ -65,21 +68,44 @@ type hostTimes struct {
 	start  float64
 	rate   float64
 	slowed float64
+	// readStart and readRate are of kernels that read over the link; 0: they cannot.
+	readStart, readRate float64
 }
 
-func (h hostTimes) layer(list []candidate, n int) (cpu, link float64) {
-	var rows []int
-	for _, c := range list[:n] {
-		rows = append(rows, c.rows)
+func (h hostTimes) layer(list []candidate, d division) (cpu, link float64) {
+	if on := computed(list, d); len(on) > 0 {
+		cpu = sum(h.cpu.terms(), quantities(on))
 	}
-	if n > 0 {
-		cpu = sum(h.cpu.terms(), quantities(rows))
+	copied := len(list) - d.onCPU
+	if d.first > 0 {
+		copied--
 	}
-	if n < len(list) {
-		link = h.start + float64(int64(len(list)-n)*mixtralExpert.Size)/h.rate
+	if copied > 0 {
+		link = h.start + float64(int64(copied)*mixtralExpert.Size)/h.rate
+	}
+	if d.first > 0 {
+		link = max(link-h.start, 0) + h.readStart + readBytes(d)/h.readRate
+	}
+	if link > 0 {
 		cpu *= h.slowed
 	}
 	return cpu, link
+}
+
+// readBytes is what kernels read of a divided expert.
+func readBytes(d division) float64 {
+	return float64(mixtralExpert.Size) * float64(d.first) / float64(mixtralExpert.Intermediate)
+}
+
+// divisions are all of so many experts.
+func (h hostTimes) divisions(missing int) (all []division) {
+	for n := range missing + 1 {
+		all = append(all, division{onCPU: n})
+		for first := kernels.TileColumns; h.readRate > 0 && n < missing && first < mixtralExpert.Intermediate; first += 16 * kernels.TileColumns {
+			all = append(all, division{onCPU: n, first: first})
+		}
+	}
+	return all
 }
 
 // simulate lets shares divide layers of a host, and returns the seconds of the layers behind the
@@ -98,20 +124,20 @@ func simulate(layers, first, missing int, before, after hostTimes, auto *CPUShar
 			list = append(list, candidate{expert: len(list), rows: 1 + r.IntN(2), left: mixtralExpert.Size})
 		}
 		forCPU(list)
-		n, _ := auto.divide(&mixtralExpert, hostLink{bytesPerSecond: 50e9}, list, now)
-		cpu, link := h.layer(list, n)
+		d := auto.divide(&mixtralExpert, hostLink{bytesPerSecond: 50e9}, list, h.readRate > 0, now)
+		cpu, link := h.layer(list, d)
 		noise := func(s float64) time.Duration {
 			return time.Duration(s * (1 + 0.05*r.NormFloat64()) * float64(time.Second))
 		}
-		if n > 0 {
-			var rows []int
-			for _, c := range list[:n] {
-				rows = append(rows, c.rows)
-			}
-			auto.Computed(&mixtralExpert, rows, noise(cpu))
+		auto.Computed(&mixtralExpert, computed(list, d), noise(cpu))
+		copied := len(list) - d.onCPU
+		if d.first > 0 {
+			copied--
+			auto.fetching(int64(copied) * mixtralExpert.Size)
+			auto.ReadInPlace(int64(readBytes(d)), noise(link))
 		}
-		if n < len(list) {
-			auto.arrived(int64(len(list)-n)*mixtralExpert.Size, now+noise(link))
+		if copied > 0 {
+			auto.arrived(int64(copied)*mixtralExpert.Size, now+noise(h.start+float64(int64(copied)*mixtralExpert.Size)/h.rate))
 		}
 		now += time.Second
 		if i < first || i >= layers/2 && i < layers/2+first {
@@ -119,12 +145,12 @@ func simulate(layers, first, missing int, before, after hostTimes, auto *CPUShar
 		}
 		seconds["auto"] += max(cpu, link)
 		best := math.Inf(1)
-		for n := range len(list) + 1 {
-			best = min(best, max(h.layer(list, n)))
+		for _, d := range h.divisions(len(list)) {
+			best = min(best, max(h.layer(list, d)))
 		}
 		seconds["best"] += best
 		for tenths := range 11 {
-			seconds[fmt.Sprint("fraction ", float64(tenths)/10)] += max(h.layer(list, int(math.Round(float64(tenths)/10*float64(len(list))))))
+			seconds[fmt.Sprint("fraction ", float64(tenths)/10)] += max(h.layer(list, division{onCPU: int(math.Round(float64(tenths) / 10 * float64(len(list))))}))
 		}
 	}
 	return seconds
@@ -134,21 +160,27 @@ func simulate(layers, first, missing int, before, after hostTimes, auto *CPUShar
 // slower than any fixed fraction, none and all included, and at most 5 % than the best division of each
 // layer.
 func TestShareConverges(t *testing.T) {
+	racedetector.SkipSequential(t)
 	x := float64(mixtralExpert.Size)
 	slow := func(h hostTimes) hostTimes { h.cpu.Expert *= 4; return h }
 	hosts := map[string]hostTimes{
-		"as assumed":               {CPUTime{50e-6, x / 90e9, 0.2e-3}, 40e-6, 50e9, 1},
-		"a long start":             {CPUTime{5e-3, x / 120e9, 0.1e-3}, 40e-6, 50e9, 1},
-		"a long start of the link": {CPUTime{100e-6, x / 60e9, 0}, 6e-3, 55e9, 1},
-		"a fast CPU":               {CPUTime{20e-6, x / 400e9, 0}, 20e-6, 25e9, 1},
-		"a slow CPU":               {CPUTime{50e-6, x / 8e9, 1e-3}, 40e-6, 55e9, 1},
-		"a very slow CPU":          {CPUTime{50e-6, x / 1e9, 1e-3}, 40e-6, 55e9, 1},
-		"a common memory":          {CPUTime{50e-6, x / 110e9, 0.1e-3}, 40e-6, 50e9, 1.3},
+		"as assumed":                 {CPUTime{50e-6, x / 90e9, 0.2e-3}, 40e-6, 50e9, 1, 0, 0},
+		"a long start":               {CPUTime{5e-3, x / 120e9, 0.1e-3}, 40e-6, 50e9, 1, 0, 0},
+		"a long start of the link":   {CPUTime{100e-6, x / 60e9, 0}, 6e-3, 55e9, 1, 0, 0},
+		"a fast CPU":                 {CPUTime{20e-6, x / 400e9, 0}, 20e-6, 25e9, 1, 0, 0},
+		"a slow CPU":                 {CPUTime{50e-6, x / 8e9, 1e-3}, 40e-6, 55e9, 1, 0, 0},
+		"a very slow CPU":            {CPUTime{50e-6, x / 1e9, 1e-3}, 40e-6, 55e9, 1, 0, 0},
+		"a common memory":            {CPUTime{50e-6, x / 110e9, 0.1e-3}, 40e-6, 50e9, 1.3, 0, 0},
+		"kernels read":               {CPUTime{50e-6, x / 110e9, 0.2e-3}, 40e-6, 50e9, 1, 60e-6, 45e9},
+		"kernels read slowly":        {CPUTime{50e-6, x / 110e9, 0.2e-3}, 40e-6, 50e9, 1, 200e-6, 12e9},
+		"kernels read, slow CPU":     {CPUTime{50e-6, x / 8e9, 1e-3}, 40e-6, 55e9, 1, 60e-6, 50e9},
+		"kernels read common memory": {CPUTime{50e-6, x / 110e9, 0.1e-3}, 40e-6, 50e9, 1.3, 60e-6, 45e9},
 	}
 	for name, h := range hosts {
 		for _, missing := range []int{1, 2, 4, 13} {
 			for what, after := range map[string]hostTimes{"": h, ", then slower": slow(h)} {
 				auto := NewCPUShare(AutoCPUShare, serverCPU)
+				auto.Divide()
 				seconds := simulate(12000, 2000, missing, h, after, auto)
 				for other, s := range seconds {
 					limit := 1.03
@@ -169,18 +201,18 @@ func TestShareExplores(t *testing.T) {
 	auto := NewCPUShare(AutoCPUShare, CPURate{BytesPerSecond: 10e9, FlopsPerSecond: 1e12})
 	list := []candidate{{0, 1, mixtralExpert.Size}, {1, 1, mixtralExpert.Size}}
 	link := hostLink{bytesPerSecond: 50e9}
-	computed := 0
+	layers := 0
 	for range 60000 {
-		n, _ := auto.divide(&mixtralExpert, link, list, 0)
+		n := auto.divide(&mixtralExpert, link, list, false, 0).onCPU
 		if n > 0 {
-			computed++
-			auto.Computed(&mixtralExpert, []int{1, 1}[:n], time.Duration(n)*3*time.Millisecond)
+			layers++
+			auto.Computed(&mixtralExpert, computed(list, division{onCPU: n}), time.Duration(n)*3*time.Millisecond)
 		}
 		if n < 2 {
 			auto.arrived(int64(2-n)*mixtralExpert.Size, time.Duration(2-n)*7*time.Millisecond)
 		}
 	}
-	if n, _ := auto.divide(&mixtralExpert, link, list, 0); n == 0 || computed < 1000 {
-		t.Errorf("a CPU that is faster than assumed got %d experts lately, in %d layers", n, computed)
+	if n := auto.divide(&mixtralExpert, link, list, false, 0).onCPU; n == 0 || layers < 1000 {
+		t.Errorf("a CPU that is faster than assumed got %d experts lately, in %d layers", n, layers)
 	}
 }

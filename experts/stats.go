@@ -88,7 +88,8 @@ type Stats struct {
 	// Hits and Misses add up to all uses.
 	Hits   int64 `json:"hits"`
 	Misses int64 `json:"misses"`
-	// OnCPU counts the misses that the CPU computed where they lay: they were not fetched.
+	// OnCPU counts the misses that the CPU computed where they lay, or parts of them of which kernels
+	// read the rest: they were not fetched.
 	OnCPU int64 `json:"on_cpu"`
 	// HitRate is Hits / (Hits + Misses), from 0 to 1; 0 before the first use.
 	HitRate float64 `json:"hit_rate"`

@@ -29,8 +29,8 @@ type Use struct {
 	// ones first; from FetchChosen the routed ones that are not resident. They are valid
 	// until Release.
 	Waves []Wave
-	// OnCPU are the other routed experts, which the CPU computes: see Options.CPU. They are valid
-	// until Release.
+	// OnCPU are the other routed experts, which the CPU computes: see Options.CPU. Of one the CPU may
+	// compute a part (CPUShare.Divide). They are valid until Release.
 	OnCPU []HostExpert
 	// All lists the experts of all waves of Layer, [n] I32 in device memory.
 	All kernels.Tensor

@@ -89,11 +89,20 @@ func (m *Model) SharedExpert(s device.Stream, layer int, r Span) error {
 // experts are read). All waves of a layer and span together must list every expert that a token
 // was routed to.
 func (m *Model) Experts(s device.Stream, layer int, r Span, slots, list kernels.Tensor, layout kernels.ExpertLayout) error {
+	return m.ExpertColumns(s, layer, r, slots, list, layout, kernels.Columns{})
+}
+
+// ExpertColumns is Experts for a part of the listed experts' columns; the outputs are parts of sums. Of no
+// columns it is Experts.
+func (m *Model) ExpertColumns(s device.Stream, layer int, r Span, slots, list kernels.Tensor, layout kernels.ExpertLayout, c kernels.Columns) error {
 	k := m.Config.TopK
 	order, outputs := r.slice(m.ws.routing.order, k), r.slice(m.ws.experts.gateUp, k)
+	if c != (kernels.Columns{}) {
+		outputs = outputs.Narrow(1, c.First, c.End)
+	}
 	up, down := &m.ops.up, &m.ops.down
 	up.ExpertGEMM = kernels.ExpertGEMM{
-		X: r.slice(m.ws.h, 1), Offsets: m.ws.routing.offsets, Order: order, Slots: slots, Experts: list, Layout: layout, Out: outputs,
+		X: r.slice(m.ws.h, 1), Offsets: m.ws.routing.offsets, Order: order, Slots: slots, Experts: list, Layout: layout, Out: outputs, Columns: c,
 	}
 	if err := m.enqueueLayer(s, layer, up); err != nil {
 		return err

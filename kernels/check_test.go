@@ -30,7 +30,9 @@ type valid struct {
 	combined  CombineNorm
 	silu      SiluMul
 	gather    Gather
+	ffn       ExpertFFN
 	copied    CopyBlocks
+	added     AddRows
 	words     Copy
 	sample    Sample
 	adjust    Adjust
@@ -64,8 +66,10 @@ func newValid() *valid {
 	}
 	v.route = Route{Logits: v.tensor(F32, 3, 8), Method: SparseMixer, Jitter: 0.01, IDs: v.tensor(I32, 3, 2), Weights: v.tensor(F32, 3, 2), Counts: v.tensor(I64, 8), Offsets: v.tensor(I32, 9), Order: v.tensor(I32, 6)}
 	v.group = SortByExpert{v.route.IDs, v.tensor(I32, 9), v.tensor(I32, 6)}
-	v.up = ExpertUp{ExpertGEMM{v.tensor(F32, 3, 32), v.group.Offsets, v.group.Order, v.tensor(U64, 8), v.tensor(I32, 5), layout, v.tensor(F32, 6, 48)}}
-	v.down = ExpertDown{ExpertGEMM{v.up.Out, v.group.Offsets, v.group.Order, v.up.Slots, v.up.Experts, layout, v.tensor(F32, 6, 32)}}
+	v.up = ExpertUp{ExpertGEMM{v.tensor(F32, 3, 32), v.group.Offsets, v.group.Order, v.tensor(U64, 8), v.tensor(I32, 5), layout, v.tensor(F32, 6, 48), Columns{}}}
+	v.down = ExpertDown{ExpertGEMM{v.up.Out, v.group.Offsets, v.group.Order, v.up.Slots, v.up.Experts, layout, v.tensor(F32, 6, 32), Columns{}}}
+	v.ffn = ExpertFFN{v.up.ExpertGEMM, v.tensor(I32, 5)}
+	v.ffn.Out = v.down.Out
 	v.combine = Combine{v.down.Out, v.route.Weights, v.tensor(F32, 3, 32), v.tensor(F32, 3, 1), v.tensor(F32, 3, 32)}
 	v.combined = CombineNorm{
 		X: v.down.Out, Weights: v.route.Weights, Shared: v.combine.Shared, SharedGate: v.combine.SharedGate,
@@ -74,6 +78,7 @@ func newValid() *valid {
 	v.silu = SiluMul{v.tensor(F32, 3, 48), v.tensor(F32, 3, 48), v.tensor(F32, 3, 48)}
 	v.gather = Gather{v.tensor(F32, 3, 32), v.tensor(I32, 2), v.tensor(F32, 2, 32)}
 	v.copied = CopyBlocks{Src: v.tensor(U64, 3), Dst: v.tensor(U64, 3), BlockBytes: 4096}
+	v.added = AddRows{Src: v.copied.Src, Dst: v.copied.Dst, Columns: 32, DType: BF16}
 	v.words = Copy{v.tensor(I32, 3, 5), v.tensor(I32, 3, 5)}
 	v.sample = Sample{
 		v.tensor(F32, 2, 100), v.tensor(F32, 2), v.tensor(U64, 2), v.tensor(I32, 2), v.tensor(I32, 2),
@@ -92,7 +97,7 @@ func newValid() *valid {
 func (v *valid) all() []Op {
 	return []Op{
 		&v.embed, &v.norm, &v.matmul, &v.gated, &v.clamp, &v.rope, &v.append, &v.ropeKV, &v.attention, &v.route, &v.group,
-		&v.up, &v.down, &v.combine, &v.combined, &v.silu, &v.gather, &v.copied, &v.words, &v.sample,
+		&v.up, &v.down, &v.ffn, &v.combine, &v.combined, &v.silu, &v.gather, &v.copied, &v.added, &v.words, &v.sample,
 		&v.adjust, &v.restore, &v.mask, &v.probs,
 	}
 }
@@ -110,6 +115,7 @@ func TestCheckTakesGoodArguments(t *testing.T) {
 		}
 	}
 	v := newValid()
+	wide := ExpertLayout{ExpertShape: ExpertShape{Hidden: 32, Intermediate: 200, DType: BF16}, Tag: "test", Size: 38400}
 	for name, op := range map[string]Op{
 		"rows with gaps":     &MatMul{X: gap(v.matmul.X), W: v.matmul.W, Out: gap(v.matmul.Out)},
 		"no rows":            &MatMul{X: New(0, F32, 0, 32), W: v.matmul.W, Out: New(0, F32, 0, 8)},
@@ -122,12 +128,15 @@ func TestCheckTakesGoodArguments(t *testing.T) {
 		"heads without norms": &RoPEAppendKV{
 			Q: v.rope.Q, K: v.append.K, V: v.append.V, Table: v.rope.Table, Rows: v.rope.Rows, CacheK: v.append.CacheK, CacheV: v.append.CacheV, Slots: v.append.Slots,
 		},
-		"no experts listed":    &ExpertDown{ExpertGEMM{v.down.X, v.down.Offsets, v.down.Order, v.down.Slots, v.down.Experts.Slice(0, 0), v.down.Layout, v.down.Out}},
-		"no tokens to experts": &ExpertUp{ExpertGEMM{New(0, F32, 0, 32), v.up.Offsets, New(0, I32, 0), v.up.Slots, v.up.Experts, v.up.Layout, New(0, F32, 0, 48)}},
-		"nothing left out":     &Sample{Logits: v.sample.Logits, Temperature: v.sample.Temperature, Seeds: v.sample.Seeds, Samples: v.sample.Samples, Positions: v.sample.Positions, Out: v.sample.Out},
-		"only the token drawn": &LogProbs{Logits: gap(v.sample.Logits), Tokens: v.sample.Out, Sampled: v.probs.Sampled},
-		"no alternatives":      &LogProbs{Logits: v.sample.Logits, Tokens: v.sample.Out, Sampled: v.probs.Sampled, TopIDs: New(0, I32, 2, 0), Top: New(0, F32, 2, 0)},
-		"nothing adjusted":     &Restore{v.sample.Logits, v.adjust.Starts, New(0, I32, 0), New(0, F32, 0)},
+		"some columns, gate/up": &ExpertUp{ExpertGEMM{v.up.X, v.up.Offsets, v.up.Order, v.up.Slots, v.up.Experts, wide, v.tensor(F32, 6, 64), Columns{64, 128}}},
+		"some columns, down":    &ExpertDown{ExpertGEMM{New(1<<40, F32, 6, 72), v.up.Offsets, v.up.Order, v.up.Slots, v.up.Experts, wide, v.down.Out, Columns{128, 200}}},
+		"whole experts":         &ExpertFFN{v.ffn.ExpertGEMM, Tensor{}},
+		"no experts listed":     &ExpertDown{ExpertGEMM{v.down.X, v.down.Offsets, v.down.Order, v.down.Slots, v.down.Experts.Slice(0, 0), v.down.Layout, v.down.Out, Columns{}}},
+		"no tokens to experts":  &ExpertUp{ExpertGEMM{New(0, F32, 0, 32), v.up.Offsets, New(0, I32, 0), v.up.Slots, v.up.Experts, v.up.Layout, New(0, F32, 0, 48), Columns{}}},
+		"nothing left out":      &Sample{Logits: v.sample.Logits, Temperature: v.sample.Temperature, Seeds: v.sample.Seeds, Samples: v.sample.Samples, Positions: v.sample.Positions, Out: v.sample.Out},
+		"only the token drawn":  &LogProbs{Logits: gap(v.sample.Logits), Tokens: v.sample.Out, Sampled: v.probs.Sampled},
+		"no alternatives":       &LogProbs{Logits: v.sample.Logits, Tokens: v.sample.Out, Sampled: v.probs.Sampled, TopIDs: New(0, I32, 2, 0), Top: New(0, F32, 2, 0)},
+		"nothing adjusted":      &Restore{v.sample.Logits, v.adjust.Starts, New(0, I32, 0), New(0, F32, 0)},
 		"attention on no rows": &Attention{
 			Q: New(0, F32, 0, 4, 16), CacheK: v.append.CacheK, CacheV: v.append.CacheV, SeqStarts: v.tensor(I32, 1), ContextLens: New(0, I32, 0),
 			BlockTable: New(0, I32, 0, 4), Scale: 1, Out: New(0, F32, 0, 4, 16),
@@ -267,6 +276,16 @@ func TestCheckErrors(t *testing.T) {
 		{func(v *valid) Op { v.up.Out.DType = F16; return &v.up }, "Out is float16[6 48], want float32 as X is"},
 		{func(v *valid) Op { v.down.X = v.tensor(F32, 3, 48); return &v.down }, "kernels: expert_down: X is float32[3 48], want 6 rows (Order has 6)"},
 		{func(v *valid) Op { v.down.Out = v.tensor(F32, 6, 48); return &v.down }, "Out is float32[6 48], want 32 columns (Layout.Hidden has 32)"},
+		{func(v *valid) Op { v.up.Columns = Columns{0, 32}; return &v.up }, "Columns is [0, 32), want a part of 48 (Layout.Intermediate) in multiples of 64"},
+		{func(v *valid) Op { v.up.Columns = Columns{48, 48}; return &v.up }, "Columns is [48, 48), want a part of 48"},
+		{func(v *valid) Op { v.up.Columns = Columns{0, 64}; return &v.up }, "Columns is [0, 64), want a part of 48"},
+		{func(v *valid) Op { v.down.Columns = Columns{-64, 48}; return &v.down }, "Columns is [-64, 48), want a part of 48"},
+		{func(v *valid) Op {
+			v.up.Layout.Intermediate, v.up.Layout.Size, v.up.Columns = 128, 24576, Columns{64, 128}
+			return &v.up
+		}, "Out is float32[6 48], want 64 columns (Columns has 64)"},
+		{func(v *valid) Op { v.ffn.Columns = Columns{0, 48}; return &v.ffn }, "kernels: expert_ffn: Columns is [0, 48), want none"},
+		{func(v *valid) Op { v.ffn.First = v.tensor(I32, 4); return &v.ffn }, "First is int32[4], want 5 elements (Experts has 5)"},
 
 		{func(v *valid) Op { v.combine.X = v.tensor(F32, 5, 32); return &v.combine }, "kernels: combine: X is float32[5 32], want 6 rows (Weights is float32[3 2])"},
 		{func(v *valid) Op { v.combine.SharedGate = Tensor{}; return &v.combine }, "Shared is float32[3 32] and SharedGate none, want both or none"},
@@ -317,6 +336,14 @@ func TestCheckErrors(t *testing.T) {
 			v.copied.Src, v.copied.Dst = v.tensor(U64, 1<<30+1), v.tensor(U64, 1<<30+1)
 			return &v.copied
 		}, "want at most 1073741824 blocks"},
+		{func(v *valid) Op { v.added.Dst = v.tensor(U64, 2); return &v.added }, "kernels: add_rows: Dst is uint64[2], want 3 elements (Src has 3)"},
+		{func(v *valid) Op { v.added.DType = I32; return &v.added }, "DType is int32, want float32, bfloat16 or float16"},
+		{func(v *valid) Op { v.added.DType = 99; return &v.added }, "DType is unknown type 99, want float32"},
+		{func(v *valid) Op { v.added.Columns = 12; return &v.added }, "Columns is 12 of bfloat16, want a multiple of 16 bytes"},
+		{func(v *valid) Op {
+			v.added.Src, v.added.Dst = v.tensor(U64, 1<<30+1), v.tensor(U64, 1<<30+1)
+			return &v.added
+		}, "want at most 1073741824 rows"},
 		{func(v *valid) Op { v.copied.BlockBytes = 0; return &v.copied }, "BlockBytes is 0, want a multiple of 16 of at most 17179869184"},
 		{func(v *valid) Op { v.copied.BlockBytes = 4104; return &v.copied }, "BlockBytes is 4104, want a multiple of 16"},
 		{func(v *valid) Op { v.copied.BlockBytes = 1<<34 + 16; return &v.copied }, "want a multiple of 16 of at most"},
@@ -368,7 +395,7 @@ func TestCheckErrors(t *testing.T) {
 func TestCheckWithoutTensors(t *testing.T) {
 	for _, op := range []Op{
 		&Embed{}, &Norm{}, &MatMul{}, &GatedMatMul{}, &Clamp{}, &RoPE{}, &AppendKV{}, &RoPEAppendKV{}, &Attention{}, &Route{}, &SortByExpert{},
-		&ExpertUp{}, &ExpertDown{}, &Combine{}, &CombineNorm{}, &SiluMul{}, &Gather{}, &CopyBlocks{}, &Copy{}, &Sample{}, &Adjust{}, &Restore{}, &Mask{}, &LogProbs{},
+		&ExpertUp{}, &ExpertDown{}, &Combine{}, &CombineNorm{}, &SiluMul{}, &Gather{}, &CopyBlocks{}, &AddRows{}, &ExpertFFN{}, &Copy{}, &Sample{}, &Adjust{}, &Restore{}, &Mask{}, &LogProbs{},
 	} {
 		if err := op.Check(); err == nil || !strings.HasPrefix(err.Error(), "kernels: "+op.Name()+": ") || !strings.Contains(err.Error(), " is missing, want ") {
 			t.Errorf("%s without tensors gives %v", op.Name(), err)
@@ -398,11 +425,13 @@ func TestDeclare(t *testing.T) {
 		// 5 of 8 experts are listed: 4 of the 6 pairs are theirs.
 		{&v.up, 2 * 2 * 32 * 48 * 4, 9*4 + 6*4 + 8*8 + 5*4 + 5*2*32*48*2 + 4*(32+48)*4, 4, 0},
 		{&v.down, 2 * 32 * 48 * 4, 9*4 + 6*4 + 8*8 + 5*4 + 5*32*48*2 + 4*(32+48)*4, 4, 0},
+		{&v.ffn, 3 * 2 * 32 * 48 * 4, 9*4 + 6*4 + 8*8 + 2*5*4 + 5*3*32*48*2 + 4*(32+48)*4, 5, 0},
 		{&v.combine, 2 * (6*32 + 3*32), 6*32*4 + 6*4 + 3*32*4 + 3*4 + 3*32*4, 4, 1},
 		{&v.combined, 2*(6*32+3*32) + 8*3*32, 6*32*4 + 6*4 + 3*32*4 + 3*4 + 3*3*32*4 + 2*32*2, 7, 2},
 		{&v.silu, 5 * 3 * 48, 3 * 3 * 48 * 4, 2, 1},
 		{&v.gather, 0, 2*4 + 2*2*32*4, 1, 1},
 		{&v.copied, 0, 2*3*8 + 2*3*4096, 2, 0},
+		{&v.added, 3 * 32, 2*3*8 + 3*3*32*2, 2, 0},
 		{&v.sample, 40 * 200, 200*4 + 2*(4+8+4+4+4) + 2*3*4, 8, 1},
 		{&v.adjust, 5 * 5, 2*5*4 + 3*4 + 3*5*4 + 3*2*4 + 5*4, 8, 2},
 		{&v.restore, 0, 2*5*4 + 3*4 + 2*5*4, 4, 1},

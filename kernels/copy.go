@@ -27,6 +27,15 @@ type Copy struct {
 	Src, Dst Tensor // the same type and shape
 }
 
+// AddRows adds N rows of Columns elements, row i at address Src[i] to the one at Dst[i], with one
+// rounding. Addresses are multiples of 16, as for CopyBlocks. A Dst may overlap no other row of the
+// operation.
+type AddRows struct {
+	Src, Dst Tensor // [N] U64: addresses
+	Columns  int    // elements of a row, of a multiple of 16 bytes
+	DType    DType
+}
+
 const (
 	// copyUnit is the unit of a Copy, in bytes.
 	copyUnit = 4
@@ -64,6 +73,37 @@ func (o *CopyBlocks) Declare(d *Decl) {
 	d.read(&o.Src)
 	d.read(&o.Dst)
 	d.Bytes += 2 * int64(o.Src.Shape[0]) * o.BlockBytes
+}
+
+// Name implements Op.
+func (*AddRows) Name() string { return "add_rows" }
+
+// Check implements Op.
+func (o *AddRows) Check() error {
+	c := checker{op: o.Name()}
+	c.tensor("Src", &o.Src, uint64Only, 1)
+	c.list("Dst", &o.Dst, uint64Only, o.Src.Shape[0], "Src")
+	switch {
+	case !c.ok():
+	case o.Src.Shape[0] > maxCopyBlocks:
+		c.failf("Src is %v, want at most %d rows", o.Src, maxCopyBlocks)
+	case int(o.DType) >= len(dtypes):
+		c.failf("DType is unknown type %d, want %v", uint8(o.DType), floats)
+	case !floats.has(o.DType):
+		c.failf("DType is %v, want %v", o.DType, floats)
+	case o.Columns <= 0 || o.Columns*o.DType.Size()%copyWord != 0 || o.Columns > maxCopyBlockBytes/o.DType.Size():
+		c.failf("Columns is %d of %v, want a multiple of %d bytes of at most %d", o.Columns, o.DType, copyWord, int64(maxCopyBlockBytes))
+	}
+	return c.err
+}
+
+// Declare implements Op. Reads and Writes have no rows: only the tables determine which.
+func (o *AddRows) Declare(d *Decl) {
+	d.read(&o.Src)
+	d.read(&o.Dst)
+	elements := int64(o.Src.Shape[0]) * int64(o.Columns)
+	d.Bytes += 3 * elements * int64(o.DType.Size())
+	d.Flops += elements
 }
 
 // Name implements Op.

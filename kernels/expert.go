@@ -12,6 +12,48 @@ type ExpertGEMM struct {
 	Experts Tensor // [listed] I32: the experts of this launch, each once
 	Layout  ExpertLayout
 	Out     Tensor // up: [N*K, I] act, rows in the order of Order, so each expert's are contiguous; down and FFN: [N*K, H] act
+	// Columns is the part of the intermediate size that is computed; none: all of it. Then I above is
+	// its length, and what ExpertDown writes is a part of a sum.
+	Columns Columns
+}
+
+// Columns are those of an expert's intermediate size from First up to End, both multiples of
+// TileColumns or the size itself: rows of w1 and w3, columns of w2. The zero value is none.
+type Columns struct{ First, End int }
+
+// Divisible reports whether operations can compute with a part of an expert's columns, so that others
+// compute with the rest: at least one of them has a multiple of TileColumns.
+func (l *ExpertLayout) Divisible() bool { return l.Intermediate > TileColumns }
+
+// columns returns the part of the intermediate size that is computed.
+func (p *ExpertGEMM) columns() Columns {
+	if p.Columns == (Columns{}) {
+		return Columns{End: p.Layout.Intermediate}
+	}
+	return p.Columns
+}
+
+// Part returns the first column that is computed, and how many are.
+func (p *ExpertGEMM) Part() (first, n int) {
+	c := p.columns()
+	return c.First, c.End - c.First
+}
+
+// checkColumns checks that t has the columns that are computed.
+func (p *ExpertGEMM) checkColumns(c *checker, name string, t *Tensor) {
+	if !c.ok() {
+		return
+	}
+	of, from := p.columns(), "Layout.Intermediate"
+	if p.Columns != (Columns{}) {
+		from = "Columns"
+	}
+	whole := func(n int) bool { return n%TileColumns == 0 || n == p.Layout.Intermediate }
+	if of.First < 0 || of.End <= of.First || of.End > p.Layout.Intermediate || !whole(of.First) || !whole(of.End) {
+		c.failf("Columns is [%d, %d), want a part of %d (Layout.Intermediate) in multiples of %d", of.First, of.End, p.Layout.Intermediate, TileColumns)
+		return
+	}
+	c.size(name, t, 1, of.End-of.First, "columns", from)
 }
 
 // checkLists checks X alone, and the lists of experts and pairs.
@@ -65,9 +107,10 @@ func (p *ExpertGEMM) declare(d *Decl, matrices int64) {
 		return
 	}
 	pairs := (order*listed + all - 1) / all
-	matrix := int64(p.Layout.Hidden) * int64(p.Layout.Intermediate)
+	_, n := p.Part()
+	matrix := int64(p.Layout.Hidden) * int64(n)
 	d.Bytes += min(listed, order) * matrices * matrix * int64(p.Layout.DType.Size())
-	d.Bytes += pairs * int64(p.Layout.Hidden+p.Layout.Intermediate) * int64(p.X.DType.Size())
+	d.Bytes += pairs * int64(p.Layout.Hidden+n) * int64(p.X.DType.Size())
 	d.Flops += 2 * matrices * matrix * pairs
 }
 
@@ -82,7 +125,9 @@ func (*ExpertUp) Name() string { return "expert_up" }
 func (o *ExpertUp) Check() error {
 	c := checker{op: o.Name()}
 	o.checkTokens(&c)
-	o.checkOut(&c, dim{o.Layout.Intermediate, "Layout.Intermediate"})
+	c.tensor("Out", &o.Out, floats, 2)
+	o.checkColumns(&c, "Out", &o.Out)
+	o.checkOut(&c, dim{o.Out.Shape[1], "Out"})
 	return c.err
 }
 
@@ -101,7 +146,7 @@ func (o *ExpertDown) Check() error {
 	c := checker{op: o.Name()}
 	o.checkLists(&c)
 	c.size("X", &o.X, 0, o.Order.Shape[0], "rows", "Order")
-	c.size("X", &o.X, 1, o.Layout.Intermediate, "columns", "Layout.Intermediate")
+	o.checkColumns(&c, "X", &o.X)
 	o.checkOut(&c, dim{o.Layout.Hidden, "Layout.Hidden"})
 	return c.err
 }
@@ -113,7 +158,13 @@ func (o *ExpertDown) Declare(d *Decl) { o.declare(d, 1) }
 // X[p/K], for every pair p of the listed experts. What is between the two is rounded to the type of X,
 // as the output of ExpertUp is, so results have the same bits. Only package cpu has it, for experts in
 // host memory: no thread waits for the others between experts.
-type ExpertFFN struct{ ExpertGEMM }
+//
+// First has for each listed expert the first column that is computed, up to the last one: of the
+// others, another device computes w2's product, and the results have to be added. Columns is none.
+type ExpertFFN struct {
+	ExpertGEMM
+	First Tensor // [listed] I32, multiples of TileColumns; none: 0
+}
 
 // Name implements Op.
 func (*ExpertFFN) Name() string { return "expert_ffn" }
@@ -122,9 +173,20 @@ func (*ExpertFFN) Name() string { return "expert_ffn" }
 func (o *ExpertFFN) Check() error {
 	c := checker{op: o.Name()}
 	o.checkTokens(&c)
+	if c.ok() && o.Columns != (Columns{}) {
+		c.failf("Columns is [%d, %d), want none: First says where each expert begins", o.Columns.First, o.Columns.End)
+	}
+	if !o.First.None() {
+		c.list("First", &o.First, int32Only, o.Experts.Shape[0], "Experts")
+	}
 	o.checkOut(&c, dim{o.Layout.Hidden, "Layout.Hidden"})
 	return c.err
 }
 
 // Declare implements Op. Which experts, and which rows of X and Out, only the device knows.
-func (o *ExpertFFN) Declare(d *Decl) { o.declare(d, 3) }
+func (o *ExpertFFN) Declare(d *Decl) {
+	o.declare(d, 3)
+	if !o.First.None() {
+		d.read(&o.First)
+	}
+}

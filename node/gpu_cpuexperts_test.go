@@ -20,7 +20,7 @@ import (
 	"github.com/moeserve/moeserve/pipeline"
 )
 
-var cpuChoices = flag.String("cpu-experts", "off auto 0.5 1", "for TestGPUCPUExperts: the values of the setting, off first if the logits are to be compared")
+var cpuChoices = flag.String("cpu-experts", "off auto auto-whole 0.5 1", "for TestGPUCPUExperts: the values of the setting, off first if the logits are to be compared; auto-whole is auto with copies alone, which divides no expert")
 
 // TestGPUCPUExperts runs whole presets with experts in host memory, of which the CPU computes none,
 // as many as let it and the link end together, half, and all. It times decode steps, and holds the
@@ -100,7 +100,10 @@ func runCPUExperts(t *testing.T, name string, fraction float64, choice string) (
 	most := slices.Max(sizes)
 	n, err := node.Open(t.Context(), node.Options{HostLogits: true, Settings: gpuSettings(func(s *configs.Settings) {
 		s.Model.Name, s.Model.LoadFormat, s.Offload.Fraction, s.Model.NumHiddenLayers = name, configs.LoadDummy, fraction, *cut
-		s.Device.HostMemoryGiB, s.Offload.Tier, s.Batch.CPUExperts = *hostGiB, configs.HostTier, choice
+		s.Device.HostMemoryGiB, s.Offload.Tier, s.Batch.CPUExperts = *hostGiB, configs.HostTier, strings.TrimSuffix(choice, "-whole")
+		if strings.HasSuffix(choice, "-whole") {
+			s.Batch.ExpertAccess = configs.CopyAccess
+		}
 		s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs, s.KV.MaxModelLen = max(2048, most*presetPrompt), most, presetBlocks(1)*kvcache.DefaultBlockTokens
 		s.KV.NumGPUBlocksOverride, s.Device.GPUMemoryUtilization = most*presetBlocks(1), 0.98
 	})})
@@ -121,7 +124,7 @@ func runCPUExperts(t *testing.T, name string, fraction float64, choice string) (
 				logits = first
 			}
 			fastest = min(fastest, median)
-			if before != nil && choice != "auto" {
+			if before != nil && !strings.HasPrefix(choice, "auto") {
 				if same := slices.Equal(tokens, before); !same && choice != "off" {
 					t.Errorf("--cpu-experts %s, %d sequences: other tokens than before", choice, batch)
 				} else {
@@ -178,13 +181,13 @@ func decodeCPUExperts(t *testing.T, n *node.Node, batch int, fraction float64, c
 	slices.Sort(took)
 	median = took[len(took)/2]
 	after, now := n.Observe().Experts(), n.Pipeline().Stalls()
-	t.Logf("--cpu-experts %s, fraction %v, %d sequences: a decode step takes %.2f ms, %.1f tokens/s; %d uses of missing experts a step, %d of them on the CPU, %.2f GB fetched a step; %d of %d steps in place; stalls a step: experts copied %.2f ms, on the CPU %.2f ms, router %.2f ms, launches %.2f ms",
+	t.Logf("--cpu-experts %s, fraction %v, %d sequences: a decode step takes %.2f ms, %.1f tokens/s; %d uses of missing experts a step, %d of them on the CPU, %.2f GB fetched and %.2f GB read in place a step; %d of %d steps in place; stalls a step: experts copied %.2f ms, on the CPU %.2f ms, router %.2f ms, launches %.2f ms",
 		choice, fraction, batch, 1e3*median.Seconds(), float64(batch)/median.Seconds(), (after.Misses-before.Misses)/presetSteps, (after.OnCPU-before.OnCPU)/presetSteps,
-		float64(after.Fetched[experts.Host]-before.Fetched[experts.Host])/presetSteps/1e9, n.Pipeline().StepsByAccess().Direct-inPlace, presetSteps,
+		float64(after.Fetched[experts.Host]-before.Fetched[experts.Host])/presetSteps/1e9, float64(after.ReadInPlace[experts.Host]-before.ReadInPlace[experts.Host])/presetSteps/1e9, n.Pipeline().StepsByAccess().Direct-inPlace, presetSteps,
 		stallMS(now, stalls, pipeline.ExpertCopy), stallMS(now, stalls, pipeline.CPUExperts), stallMS(now, stalls, pipeline.RouterSync), stallMS(now, stalls, pipeline.LaunchBound))
 	if x, ok := n.Store().MissTimes(); ok {
-		t.Logf("a layer's experts take the CPU %.0f us, and each %.0f us, each further row %.0f us; the link %.0f us, and each GB %.2f ms",
-			1e6*x.CPU.Layer, 1e6*x.CPU.Expert, 1e6*x.CPU.Row, 1e6*x.LinkStart, 1e12*x.LinkByte)
+		t.Logf("a layer's experts take the CPU %.0f us, and each %.0f us, each further row %.0f us; the link %.0f us, and each GB %.2f ms; kernels that read a part of one %.0f us, and each GB %.2f ms",
+			1e6*x.CPU.Layer, 1e6*x.CPU.Expert, 1e6*x.CPU.Row, 1e6*x.LinkStart, 1e12*x.LinkByte, 1e6*x.ReadStart, 1e12*x.ReadByte)
 	}
 	return tokens, logits, median
 }

@@ -21,6 +21,9 @@ import (
 // stream. The compute stream waits for them when the experts that were fetched instead have run,
 // copies their outputs to the rows where the device's experts write theirs, and combines all.
 //
+// Of one expert kernels may compute the first columns, whose weights they read in host memory meanwhile:
+// then the host's part of the output is added to theirs.
+//
 // The memory is used again by the next layer: its copies follow the wait on the compute stream, and
 // the host writes once it has seen the next selection.
 type cpuExperts struct {
@@ -36,14 +39,17 @@ type cpuExperts struct {
 	// computed is signaled after each layer's experts, with a value one higher.
 	computed device.Fence
 	value    uint32
-	// ended is recorded behind the latest layer's experts; rows are those of each, none once their time
-	// has been read.
-	// decided is when the share had divided that layer.
+	// ended is recorded behind the latest layer's experts; work are these, none once their time has been
+	// read. decided is when the share had divided that layer.
 	ended   device.Event
-	rows    []int
+	work    []experts.ComputedExpert
 	decided time.Duration
-	// pairs are the (token, k) pairs of the layer's experts on the host.
-	pairs []int
+	// read is recorded behind the kernels of the divided expert, whose bytes they read; 0: there is none.
+	read      device.Event
+	readBytes int64
+	// pairs are the (token, k) pairs of the layer's experts on the host, added those of the divided one,
+	// which are not among them.
+	pairs, added []int
 	// inPlace: kernels copy the rows of outputs, from where they lie in the pinned memory and mapped behind
 	// that: small copies of the copy engine would wait for the experts on the same link.
 	inPlace bool
@@ -52,6 +58,7 @@ type cpuExperts struct {
 	dst, src []device.Range
 	ffn      kernels.ExpertFFN
 	copyRows kernels.CopyBlocks
+	addRows  kernels.AddRows
 }
 
 // cpuExpertSpin is how long the thread of the host stream polls for experts of the next layer before it
@@ -72,6 +79,10 @@ type cpuBuffers struct {
 	order   kernels.Tensor // [N*K] I32
 	slots   kernels.Tensor // [E] U64
 	list    kernels.Tensor // [E] I32
+	first   kernels.Tensor // [E] I32
+	// readSlots and readList are for the kernels of the divided expert.
+	readSlots kernels.Tensor // [E] U64
+	readList  kernels.Tensor // [1] I32
 	// from and to are the addresses of rows of output and of the device's.
 	from, to kernels.Tensor // [N*K] U64
 	bytes    int64
@@ -87,7 +98,8 @@ func newCPUBuffers(c *models.Config, act kernels.DType, tokens int, base device.
 	pairs := tokens * c.TopK
 	b.input, b.output = place(act, tokens, c.Hidden), place(act, pairs, c.Hidden)
 	b.offsets, b.order = place(kernels.I32, c.Experts+1), place(kernels.I32, pairs)
-	b.slots, b.list = place(kernels.U64, c.Experts), place(kernels.I32, c.Experts)
+	b.slots, b.list, b.first = place(kernels.U64, c.Experts), place(kernels.I32, c.Experts), place(kernels.I32, c.Experts)
+	b.readSlots, b.readList = place(kernels.U64, c.Experts), place(kernels.I32, 1)
 	b.from, b.to = place(kernels.U64, pairs), place(kernels.U64, pairs)
 	return b
 }
@@ -101,7 +113,9 @@ func newCPUExperts(o *Options) (h *cpuExperts, err error) {
 	}
 	h.buffers = newCPUBuffers(c, act, o.onDemandTokens(c, o.Limits), h.memory.Range(0, bytes).Addr)
 	h.mapped, h.inPlace = h.memory.Mapped()
-	h.inPlace = h.inPlace && c.Hidden*act.Size()%copyWord == 0
+	if h.inPlace = h.inPlace && c.Hidden*act.Size()%copyWord == 0; h.inPlace {
+		h.share.Divide()
+	}
 	s, err := o.Machine.NewStream(device.Host, device.StreamOptions{Name: "experts", Spin: cpuExpertSpin})
 	if err != nil {
 		return h, err
@@ -111,6 +125,9 @@ func newCPUExperts(o *Options) (h *cpuExperts, err error) {
 		return h, errors.Join(errors.New("host streams of this machine cannot run Go functions"), s.Close())
 	}
 	if h.ended, err = o.Machine.NewEvent(); err != nil {
+		return h, err
+	}
+	if h.read, err = o.Machine.NewEvent(); err != nil {
 		return h, err
 	}
 	if h.computed, err = o.Machine.NewFence("experts on the CPU computed"); err == nil {
@@ -131,7 +148,7 @@ func (h *cpuExperts) copyInput(x *executor, tokens forward.Span) error {
 // of K experts for each token, which the host has waited for. The latest layer's are done.
 func (h *cpuExperts) enqueue(ids []int32, list []experts.HostExpert) error {
 	h.measure()
-	h.pairs = h.pairs[:0]
+	h.pairs, h.added = h.pairs[:0], h.added[:0]
 	if len(list) == 0 {
 		return nil
 	}
@@ -139,6 +156,7 @@ func (h *cpuExperts) enqueue(ids []int32, list []experts.HostExpert) error {
 	h.decided = h.share.Decided()
 	h.value++
 	b, n := &h.buffers, len(ids)
+	h.ffn.First = b.first.Slice(0, len(list))
 	h.ffn.ExpertGEMM = kernels.ExpertGEMM{
 		X: b.input.Slice(0, n/h.topK), Offsets: b.offsets, Order: b.order.Slice(0, n), Slots: b.slots, Experts: b.list.Slice(0, len(list)),
 		Layout: h.layout, Out: b.output.Slice(0, n),
@@ -158,10 +176,10 @@ func (h *cpuExperts) enqueue(ids []int32, list []experts.HostExpert) error {
 func (h *cpuExperts) writeTables(ids []int32, list []experts.HostExpert) {
 	b, base := &h.buffers, h.buffers.input.Addr
 	write := func(t *kernels.Tensor) []byte { return h.memory.Write(int64(t.Addr-base), t.Bytes()) }
-	offsets, order, slots, listed := write(&b.offsets), write(&b.order), write(&b.slots), write(&b.list)
+	offsets, order, slots, listed, begin := write(&b.offsets), write(&b.order), write(&b.slots), write(&b.list), write(&b.first)
 	clear(slots)
 	end, next := 0, 0
-	h.rows = h.rows[:0]
+	h.work = h.work[:0]
 	for e := range b.slots.Shape[0] {
 		binary.NativeEndian.PutUint32(offsets[4*e:], uint32(end))
 		if next == len(list) || list[next].Expert != e {
@@ -169,25 +187,53 @@ func (h *cpuExperts) writeTables(ids []int32, list []experts.HostExpert) {
 		}
 		binary.NativeEndian.PutUint64(slots[8*e:], uint64(list[next].Addr))
 		binary.NativeEndian.PutUint32(listed[4*next:], uint32(e))
-		first := end
+		binary.NativeEndian.PutUint32(begin[4*next:], uint32(list[next].First))
+		pairs, first := &h.pairs, end
+		if list[next].First > 0 {
+			pairs = &h.added
+		}
 		for pair, id := range ids {
 			if int(id) == e {
 				binary.NativeEndian.PutUint32(order[4*end:], uint32(pair))
-				h.pairs = append(h.pairs, pair)
+				*pairs = append(*pairs, pair)
 				end++
 			}
 		}
-		h.rows = append(h.rows, end-first)
+		h.work = append(h.work, experts.ComputedExpert{Rows: end - first, Share: 1 - float64(list[next].First)/float64(h.layout.Intermediate)})
 		next++
 	}
 	binary.NativeEndian.PutUint32(offsets[4*b.slots.Shape[0]:], uint32(end))
 	clear(order[4*end:])
 }
 
+// readDivided enqueues the kernels of the divided expert, if there is one. The layer's pairs have been
+// sorted.
+func (h *cpuExperts) readDivided(x *executor, layer int, tokens forward.Span, list []experts.HostExpert) error {
+	i := slices.IndexFunc(list, func(e experts.HostExpert) bool { return e.First > 0 })
+	if i < 0 {
+		return nil
+	}
+	e, b, base := &list[i], &h.buffers, h.buffers.input.Addr
+	binary.NativeEndian.PutUint64(h.memory.Write(int64(b.readSlots.Addr-base), b.readSlots.Bytes())[8*e.Expert:], uint64(e.ReadAt))
+	binary.NativeEndian.PutUint32(h.memory.Write(int64(b.readList.Addr-base), b.readList.Bytes()), uint32(e.Expert))
+	if x.tracer != nil {
+		x.tracer.beforeExperts(experts.Wave{IDs: []int{e.Expert}})
+		defer x.tracer.afterExperts()
+	}
+	slots, one := b.readSlots, b.readList
+	slots.Addr += h.mapped
+	one.Addr += h.mapped
+	if err := x.model.ExpertColumns(x.stream, layer, tokens, slots, one, h.layout, kernels.Columns{End: e.First}); err != nil {
+		return fmt.Errorf("compute with a part of an expert in host memory: %w", err)
+	}
+	h.readBytes = h.layout.Bytes() * int64(e.First) / int64(h.layout.Intermediate)
+	return x.stream.Record(h.read)
+}
+
 // await makes the compute stream wait for the layer's experts on the host, if there are any, and
 // copies their outputs to the device.
 func (h *cpuExperts) await(x *executor, tokens forward.Span, m *meter) error {
-	if len(h.pairs) == 0 {
+	if len(h.pairs)+len(h.added) == 0 {
 		return nil
 	}
 	done := device.Point{Fence: h.computed, Value: h.value}
@@ -198,7 +244,7 @@ func (h *cpuExperts) await(x *executor, tokens forward.Span, m *meter) error {
 	outputs := x.model.ExpertOutputs(tokens)
 	slices.Sort(h.pairs)
 	if h.inPlace {
-		if err := h.copyByKernel(x.stream, x.model.Backend(), &outputs); err != nil {
+		if err := h.outputsByKernels(x.stream, x.model.Backend(), &outputs); err != nil {
 			return fmt.Errorf("copy the outputs of experts from the host: %w", err)
 		}
 		return nil
@@ -221,19 +267,30 @@ func (h *cpuExperts) await(x *executor, tokens forward.Span, m *meter) error {
 // copyWord is the unit of kernels.CopyBlocks, in bytes.
 const copyWord = 16
 
-// copyByKernel copies the rows of the layer's pairs to outputs.
-func (h *cpuExperts) copyByKernel(s device.Stream, backend kernels.Backend, outputs *kernels.Tensor) error {
+// outputsByKernels copies the rows of the layer's pairs to outputs, and adds those of the divided expert.
+func (h *cpuExperts) outputsByKernels(s device.Stream, backend kernels.Backend, outputs *kernels.Tensor) error {
 	b, base, n := &h.buffers, h.buffers.input.Addr, len(h.pairs)
 	bytes := int64(outputs.Shape[1] * outputs.DType.Size())
-	from, to := h.memory.Write(int64(b.from.Addr-base), 8*int64(n)), h.memory.Write(int64(b.to.Addr-base), 8*int64(n))
+	from, to := h.memory.Write(int64(b.from.Addr-base), b.from.Bytes()), h.memory.Write(int64(b.to.Addr-base), b.to.Bytes())
+	h.pairs = append(h.pairs, h.added...)
 	for i, pair := range h.pairs {
 		binary.NativeEndian.PutUint64(from[8*i:], uint64(b.output.Addr+h.mapped)+uint64(pair)*uint64(bytes))
 		binary.NativeEndian.PutUint64(to[8*i:], uint64(outputs.Addr)+uint64(pair)*uint64(bytes))
 	}
-	h.copyRows = kernels.CopyBlocks{Src: b.from.Slice(0, n), Dst: b.to.Slice(0, n), BlockBytes: bytes}
-	h.copyRows.Src.Addr += h.mapped
-	h.copyRows.Dst.Addr += h.mapped
-	return backend.Enqueue(s, &h.copyRows)
+	src, dst := b.from, b.to
+	src.Addr += h.mapped
+	dst.Addr += h.mapped
+	if n > 0 {
+		h.copyRows = kernels.CopyBlocks{Src: src.Slice(0, n), Dst: dst.Slice(0, n), BlockBytes: bytes}
+		if err := backend.Enqueue(s, &h.copyRows); err != nil {
+			return err
+		}
+	}
+	if all := len(h.pairs); all > n {
+		h.addRows = kernels.AddRows{Src: src.Slice(n, all), Dst: dst.Slice(n, all), Columns: outputs.Shape[1], DType: outputs.DType}
+		return backend.Enqueue(s, &h.addRows)
+	}
+	return nil
 }
 
 // fewCopies is the number of copies up to which a batch costs more than it saves.
@@ -256,13 +313,18 @@ func copyAll(s device.Stream, dst, src []device.Range) error {
 
 // measure tells the share when the latest layer's experts were computed, which they are.
 func (h *cpuExperts) measure() {
-	if len(h.rows) == 0 {
+	if len(h.work) == 0 {
 		return
 	}
 	if ended, err := h.ended.Time(); err == nil {
-		h.share.Computed(&h.layout, h.rows, ended-h.decided)
+		h.share.Computed(&h.layout, h.work, ended-h.decided)
 	}
-	h.rows = h.rows[:0]
+	if h.readBytes > 0 {
+		if ended, err := h.read.Time(); err == nil {
+			h.share.ReadInPlace(h.readBytes, ended-h.decided)
+		}
+	}
+	h.work, h.readBytes = h.work[:0], 0
 }
 
 // Err implements source: it returns the stream's error.
@@ -275,7 +337,7 @@ func (h *cpuExperts) Err(ctx context.Context) error {
 
 // Reset implements source.
 func (h *cpuExperts) Reset(ctx context.Context) error {
-	h.rows, h.pairs = h.rows[:0], h.pairs[:0]
+	h.work, h.readBytes, h.pairs, h.added = h.work[:0], 0, h.pairs[:0], h.added[:0]
 	return h.host.Recover(ctx)
 }
 
@@ -284,8 +346,10 @@ func (h *cpuExperts) close() error {
 	if h.host != nil {
 		errs = append(errs, h.host.Close())
 	}
-	if h.ended != nil {
-		errs = append(errs, h.ended.Close())
+	for _, e := range []device.Event{h.ended, h.read} {
+		if e != nil {
+			errs = append(errs, e.Close())
+		}
 	}
 	if h.computed != nil {
 		errs = append(errs, h.computed.Close())

@@ -2,9 +2,12 @@ package pipeline
 
 import (
 	"errors"
+	"math"
+	"slices"
 	"testing"
 	"time"
 
+	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/experts"
@@ -44,6 +47,48 @@ func TestCPUExpertsSameResults(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// TestDividedExperts: kernels compute with a part of an expert, which they read in host memory, and the CPU
+// with the rest. The results are those of whole experts up to the order of sums, however the machine
+// schedules its work, and where copies fail.
+func TestDividedExperts(t *testing.T) {
+	// Copies are predicted to be much faster than steps whose kernels read all experts in place.
+	model := accessModel(1, 1)
+	model.Host.ReadRate = 1
+	for _, name := range []string{"mixtral", "phimoe"} {
+		want := newRig(t, name, 0, emulated.Options{Virtual: true}, Options{SmallBatchTokens: -1}).run()
+		for i, mo := range machines(t) {
+			o := Options{
+				CPUExperts: host, CPUShare: cpuShare(experts.AutoCPUShare), SmallBatchTokens: 64, MicroBatchTokens: []int{0, 7}[i%2],
+				ExpertAccess: configs.AutoAccess, AccessModel: model,
+			}
+			r := newRig(t, name, []float64{1, 0.5}[i%2], linked(mo), o)
+			var fault emulated.Fault
+			if i%3 == 2 {
+				fault = emulated.Fault{Kind: emulated.FailCopy, Match: own, Times: -1, Chance: 0.05}
+				r.m.Inject(&fault)
+			}
+			got := r.run()
+			if !slices.Equal(got.tokens, want.tokens) {
+				t.Errorf("%s, %+v: tokens %v, want %v", name, mo, got.tokens, want.tokens)
+			}
+			for j, x := range got.logits {
+				if d := math.Abs(float64(x - want.logits[j])); d > 1e-5 {
+					t.Fatalf("%s, %+v: logit %d is %v, want %v", name, mo, j, x, want.logits[j])
+				}
+			}
+			if s := r.store.Stats(); s.OnCPU == 0 || s.ReadInPlace[experts.Host] == 0 {
+				t.Errorf("%s, %+v: no expert was divided: %+v", name, mo, s)
+			}
+			if i%3 == 2 {
+				if fault.Hits() == 0 {
+					t.Errorf("%+v: no fault was injected", mo)
+				}
+				fault.Release()
+			}
+		}
 	}
 }
 

@@ -229,7 +229,10 @@ func (q *enqueuer) enqueue(ctx context.Context, a Action, f *stepState) (err err
 		if err != nil {
 			return err
 		}
-		return q.cpu.enqueue(ids, list)
+		if err := q.cpu.enqueue(ids, list); err != nil {
+			return err
+		}
+		return q.cpu.readDivided(x, a.Layer, tokens, list)
 	case RunFetched:
 		if err := x.runWaves(a.Layer, tokens, f.use.Slots, f.use.Waves, f.meter); err != nil {
 			return err

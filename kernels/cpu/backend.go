@@ -28,7 +28,7 @@ type Backend struct {
 	*pool
 	shut  atomic.Bool
 	decls sync.Pool // *kernels.Decl
-	jobs  [25]sync.Pool
+	jobs  [26]sync.Pool
 	draws sync.Pool // *draws
 }
 
@@ -124,6 +124,8 @@ func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
 		return enqueue(b, e, 21, op, o, (*Backend).mask, act{})
 	case *kernels.CopyBlocks:
 		return enqueue(b, e, 20, op, o, (*Backend).copyBlocks, act{})
+	case *kernels.AddRows:
+		return enqueue(b, e, 25, op, o, (*Backend).addRows, act{})
 	case *kernels.Copy:
 		return enqueue(b, e, 24, op, o, (*Backend).copy, act{})
 	case *kernels.ExpertFFN:

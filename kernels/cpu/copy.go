@@ -8,18 +8,28 @@ import (
 // copyPart is the number of bytes from which on a block is copied by several goroutines.
 const copyPart = 256 << 10
 
-func (b *Backend) copyBlocks(o *kernels.CopyBlocks, access device.Access) error {
-	src, dst, bytes := vector[uint64](&o.Src), vector[uint64](&o.Dst), int(o.BlockBytes)
-	reads, writes := merger{declare: access.Read}, merger{declare: access.Write}
+// checkAddresses checks addresses of blocks, or rows.
+func checkAddresses(op string, src, dst []uint64) error {
 	for i := range src {
 		for _, side := range [...]struct {
 			name string
 			addr uint64
 		}{{"Src", src[i]}, {"Dst", dst[i]}} {
 			if side.addr%16 != 0 {
-				return errValue(o.Name(), side.name, i, int64(side.addr), "a multiple of 16")
+				return errValue(op, side.name, i, int64(side.addr), "a multiple of 16")
 			}
 		}
+	}
+	return nil
+}
+
+func (b *Backend) copyBlocks(o *kernels.CopyBlocks, access device.Access) error {
+	src, dst, bytes := vector[uint64](&o.Src), vector[uint64](&o.Dst), int(o.BlockBytes)
+	if err := checkAddresses(o.Name(), src, dst); err != nil {
+		return err
+	}
+	reads, writes := merger{declare: access.Read}, merger{declare: access.Write}
+	for i := range src {
 		if src[i] != 0 && dst[i] != 0 {
 			reads.add(device.Addr(src[i]), bytes)
 			writes.add(device.Addr(dst[i]), bytes)
@@ -37,6 +47,32 @@ func (b *Backend) copyBlocks(o *kernels.CopyBlocks, access device.Access) error 
 			}
 			size := min(each, bytes-off)
 			copy(at[byte](device.Addr(dst[i])+device.Addr(off), size), at[byte](device.Addr(src[i])+device.Addr(off), size))
+		}
+	})
+	return nil
+}
+
+func (b *Backend) addRows(o *kernels.AddRows, access device.Access) error {
+	src, dst, bytes := vector[uint64](&o.Src), vector[uint64](&o.Dst), o.Columns*o.DType.Size()
+	if err := checkAddresses(o.Name(), src, dst); err != nil {
+		return err
+	}
+	for i := range src {
+		access.Read(device.Range{Addr: device.Addr(src[i]), Bytes: int64(bytes)})
+		access.Read(device.Range{Addr: device.Addr(dst[i]), Bytes: int64(bytes)})
+		access.Write(device.Range{Addr: device.Addr(dst[i]), Bytes: int64(bytes)})
+	}
+	b.rows(len(src), o.Columns, func(from, to int) {
+		scratch := b.floats(2 * o.Columns)
+		defer b.release(scratch)
+		sums, terms := (*scratch)[:o.Columns], (*scratch)[o.Columns:]
+		for i := from; i < to; i++ {
+			b.set.load(sums, device.Addr(dst[i]), o.DType)
+			b.set.load(terms, device.Addr(src[i]), o.DType)
+			for c, v := range terms {
+				sums[c] += v
+			}
+			kernels.FromFloat32(at[byte](device.Addr(dst[i]), bytes), sums, o.DType)
 		}
 	})
 	return nil

@@ -152,7 +152,7 @@ func (s *instructions) packPanel(block []float32, m matrix, first, k, n int, nex
 		case kernels.F16:
 			pack = s.packF16
 		}
-		stride := m.columns * m.dtype.Size()
+		stride := m.pitch()
 		for half := range panel / strip {
 			pack(&block[half*strip*s.lanes], uintptr(m.at(first+half*strip, k)), stride, uintptr(next)+uintptr(half*strip*stride), n)
 		}

@@ -119,8 +119,8 @@ func FuzzProduct(f *testing.F) {
 		}
 		types := [...]kernels.DType{kernels.BF16, kernels.F16, kernels.F32}
 		r := rand.New(rand.NewPCG(seed, 3))
-		w := matrix{dtype: types[dtype%3], rows: outer, columns: inner}
-		data := edge(t, w.bytes())
+		w := matrix{dtype: types[dtype%3], rows: outer, columns: inner, apart: inner}
+		data := edge(t, outer*w.pitch())
 		kernels.FromFloat32(data, random(r, outer*inner), w.dtype)
 		weights := make([]float32, outer*inner)
 		kernels.ToFloat32(weights, data, w.dtype)

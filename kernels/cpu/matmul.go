@@ -25,18 +25,20 @@ const (
 	maxSums = max(rowBlock*blockColumns/panel*8, directColumns/strip*directGroups*16)
 )
 
-// matrix is a dense weight matrix in memory.
+// matrix is a weight matrix in memory, whose rows are so many elements apart.
 type matrix struct {
 	addr          device.Addr
 	dtype         kernels.DType
 	rows, columns int
+	apart         int
 }
 
-func (m matrix) bytes() int { return m.rows * m.columns * m.dtype.Size() }
+// pitch is the bytes from one row to the next.
+func (m matrix) pitch() int { return m.apart * m.dtype.Size() }
 
 // at returns the address of element k of row i.
 func (m matrix) at(i, k int) device.Addr {
-	return m.addr + device.Addr((i*m.columns+k)*m.dtype.Size())
+	return m.addr + device.Addr((i*m.apart+k)*m.dtype.Size())
 }
 
 // gemm is out = X Wᵀ for one or two weight matrices of one shape.
@@ -154,7 +156,7 @@ func (t *tile) multiplyOne(matrices []matrix, direct directFunc) {
 			w, next := m.at(t.first(c), 0), m.at(t.first(min(c+strip, t.c1-1)), 0)
 			for k := 0; k < columns; k += t.set.chunk {
 				n := min(t.set.chunk, columns-k)
-				direct(sums, x[k:][:n], uintptr(w)+uintptr(k*size), columns*size, uintptr(next)+uintptr(strip*k*size))
+				direct(sums, x[k:][:n], uintptr(w)+uintptr(k*size), m.pitch(), uintptr(next)+uintptr(strip*k*size))
 			}
 			sums = sums[t.block():]
 		}
@@ -194,7 +196,7 @@ func (t *tile) multiply(matrices []matrix, direct directFunc) {
 					if direct == nil {
 						t.set.tile(sums, x, w)
 					} else {
-						direct(sums, x, uintptr(here), m.columns*m.dtype.Size(), uintptr(next))
+						direct(sums, x, uintptr(here), m.pitch(), uintptr(next))
 						next = here // already prefetched
 					}
 					sums = sums[t.block():]
@@ -252,7 +254,7 @@ func (b *Backend) matmul(o *kernels.MatMul, _ device.Access) error {
 		b.set.load(bias, o.Bias.Addr, o.Bias.DType)
 	}
 	p := gemm{
-		w:  matrix{o.W.Addr, o.W.DType, o.W.Shape[0], o.W.Shape[1]},
+		w:  matrix{o.W.Addr, o.W.DType, o.W.Shape[0], o.W.Shape[1], o.W.Shape[1]},
 		n:  o.X.Shape[0],
 		in: func(r int) device.Addr { return rowAddr(&o.X, r) },
 		out: func(r, first int, sums, _ []float32) {
@@ -274,12 +276,42 @@ type expertPairs struct {
 	pairs  []int32 // its pairs, each token*K + k
 	first  int     // index of the first one among all pairs
 	extent device.Addr
+	// column is the first of its columns that are computed, of so many.
+	column, columns int
+}
+
+// rowMajorUp are the rows of w1 and w3 that are computed.
+func (e *expertPairs) rowMajorUp(l *kernels.ExpertLayout) (w1, w3 matrix) {
+	w1 = matrix{dtype: l.DType, rows: e.columns, columns: l.Hidden, apart: l.Hidden}
+	w1.addr = e.extent + device.Addr(e.column*w1.pitch())
+	w3 = w1
+	w3.addr += device.Addr(matrixBytes(*l))
+	return w1, w3
+}
+
+// rowMajorDown are the columns of w2 that are computed with.
+func (e *expertPairs) rowMajorDown(l *kernels.ExpertLayout) (w2 matrix) {
+	w2 = matrix{dtype: l.DType, rows: l.Hidden, columns: e.columns, apart: l.Intermediate}
+	w2.addr = e.extent + device.Addr(2*matrixBytes(*l)+int64(e.column*l.DType.Size()))
+	return w2
+}
+
+// declare declares the reads of a matrix.
+func (m matrix) declare(read func(device.Range)) {
+	if m.columns == m.apart {
+		read(device.Range{Addr: m.addr, Bytes: int64(m.rows) * int64(m.pitch())})
+		return
+	}
+	for r := range m.rows {
+		read(device.Range{Addr: m.at(r, 0), Bytes: int64(m.columns * m.dtype.Size())})
+	}
 }
 
 // listedPairs reads pairs and extents of the listed experts, and skips experts without pairs.
 func listedPairs(op string, p *kernels.ExpertGEMM) ([]expertPairs, error) {
 	starts, pairs, extents := vector[int32](&p.Offsets), vector[int32](&p.Order), vector[uint64](&p.Slots)
 	seen := make([]bool, len(extents))
+	column, columns := p.Part()
 	found := make([]expertPairs, 0, p.Experts.Shape[0])
 	for i, e := range vector[int32](&p.Experts) {
 		if int(e) < 0 || int(e) >= len(extents) {
@@ -308,7 +340,7 @@ func listedPairs(op string, p *kernels.ExpertGEMM) ([]expertPairs, error) {
 		if a == 0 || a%uint64(p.Layout.DType.Size()) != 0 {
 			return nil, fmt.Errorf("cpu: %s: Slots[%d] is %#x, want the address of expert %d, which has %d pairs", op, e, a, e, to-from)
 		}
-		found = append(found, expertPairs{pairs: pairs[from:to], first: from, extent: device.Addr(a)})
+		found = append(found, expertPairs{pairs: pairs[from:to], first: from, extent: device.Addr(a), column: column, columns: columns})
 	}
 	return found, nil
 }
@@ -352,9 +384,11 @@ func (b *Backend) expertUp(o *kernels.ExpertUp, access device.Access) error {
 	if err != nil || len(found) == 0 {
 		return err
 	}
-	k, matrix := o.Order.Shape[0]/o.X.Shape[0], matrixBytes(o.Layout)
-	for _, s := range found {
-		access.Read(device.Range{Addr: s.extent, Bytes: 2 * matrix})
+	k := o.Order.Shape[0] / o.X.Shape[0]
+	for i := range found {
+		w1, w3 := found[i].rowMajorUp(&o.Layout)
+		w1.declare(access.Read)
+		w3.declare(access.Read)
 	}
 	declareRows(access.Read, &o.X, found, func(p, _ int) int { return p / k })
 	declareRows(access.Write, &o.Out, found, func(_, place int) int { return place })
@@ -367,9 +401,8 @@ func (b *Backend) expertDown(o *kernels.ExpertDown, access device.Access) error 
 	if err != nil || len(found) == 0 {
 		return err
 	}
-	matrix := matrixBytes(o.Layout)
-	for _, s := range found {
-		access.Read(device.Range{Addr: s.extent + device.Addr(2*matrix), Bytes: matrix})
+	for i := range found {
+		found[i].rowMajorDown(&o.Layout).declare(access.Read)
 	}
 	declareRows(access.Read, &o.X, found, func(_, place int) int { return place })
 	declareRows(access.Write, &o.Out, found, func(p, _ int) int { return p })
@@ -380,6 +413,9 @@ func (b *Backend) expertDown(o *kernels.ExpertDown, access device.Access) error 
 func (b *Backend) expertFFN(o *kernels.ExpertFFN, access device.Access) error {
 	found, err := listedPairs(o.Name(), &o.ExpertGEMM)
 	if err != nil || len(found) == 0 {
+		return err
+	}
+	if err := beginAt(o, found); err != nil {
 		return err
 	}
 	k, matrix := o.Order.Shape[0]/o.X.Shape[0], matrixBytes(o.Layout)
@@ -400,6 +436,27 @@ func (b *Backend) expertFFN(o *kernels.ExpertFFN, access device.Access) error {
 	return nil
 }
 
+// beginAt has each expert begin at its first column.
+func beginAt(o *kernels.ExpertFFN, found []expertPairs) error {
+	if o.First.None() {
+		return nil
+	}
+	starts, all, next := vector[int32](&o.Offsets), o.Layout.Intermediate, 0
+	first := vector[int32](&o.First)
+	for i, e := range vector[int32](&o.Experts) {
+		if starts[e] == starts[e+1] {
+			continue // it is not among those found
+		}
+		n := int(first[i])
+		if n < 0 || n >= all || n%kernels.TileColumns != 0 {
+			return errValue(o.Name(), "First", i, int64(n), "a multiple of %d below %d", kernels.TileColumns, all)
+		}
+		found[next].column, found[next].columns = n, all-n
+		next++
+	}
+	return nil
+}
+
 // matrixBytes is the size of one of an expert's three matrices.
 func matrixBytes(l kernels.ExpertLayout) int64 {
 	return int64(l.Hidden) * int64(l.Intermediate) * int64(l.DType.Size())
@@ -412,9 +469,7 @@ func (b *Backend) up(o *kernels.ExpertGEMM, found []expertPairs, out *kernels.Te
 	defer b.release(scratch)
 	products := make([]gemm, len(found))
 	for i, s := range found {
-		w1 := matrix{addr: s.extent, dtype: o.Layout.DType, rows: o.Layout.Intermediate, columns: o.Layout.Hidden}
-		w3 := w1
-		w3.addr += device.Addr(w1.bytes())
+		w1, w3 := s.rowMajorUp(&o.Layout)
 		products[i] = gemm{
 			w: w1, v: w3, n: len(s.pairs),
 			in: func(r int) device.Addr { return rowAddr(&x, int(s.pairs[r])/k) },
@@ -434,10 +489,8 @@ func (b *Backend) down(o *kernels.ExpertGEMM, found []expertPairs, in *kernels.T
 	defer b.release(scratch)
 	products := make([]gemm, len(found))
 	for i, s := range found {
-		w2 := matrix{dtype: o.Layout.DType, rows: o.Layout.Hidden, columns: o.Layout.Intermediate}
-		w2.addr = s.extent + device.Addr(2*w2.bytes())
 		products[i] = gemm{
-			w: w2, n: len(s.pairs),
+			w: s.rowMajorDown(&o.Layout), n: len(s.pairs),
 			in: func(r int) device.Addr { return rowAddr(&x, s.first+r) },
 			out: func(r, first int, sums, _ []float32) {
 				store(&o.Out, int(s.pairs[r]), first, sums)

@@ -35,25 +35,30 @@ const tilePad = 16
 
 // tiledExperts computes experts in the layout kernels.Tiles.
 func (b *Backend) tiledExperts(o *kernels.ExpertFFN, found []expertPairs) {
-	l, rows, most := o.Layout, 0, 0
+	l, rows, most, columns := o.Layout, 0, 0, 0
 	experts := make([]tiledExpert, len(found))
 	for i, s := range found {
 		experts[i] = tiledExpert{expertPairs: s, row: rows}
 		rows += len(s.pairs)
 		most = max(most, len(s.pairs))
+		columns += s.columns
 	}
 	x, between := b.floats(rows*(l.Hidden+tilePad)), b.floats(rows*(l.Intermediate+tilePad))
 	defer b.release(x)
 	defer b.release(between)
 	t := &tiledLoop{
 		pool: b.pool, o: o, experts: experts, x: *x, between: *between, multiply: b.set.tilesBF16,
-		up:   b.divideUnits(2*l.Intermediate/kernels.TileRows, len(found), most),
-		down: b.divideUnits(l.Hidden/kernels.TileRows, len(found), most),
+		up:   b.divide(2*columns, len(found), most),
+		down: b.divide(l.Hidden*len(found), len(found), most),
+	}
+	for i := range found {
+		t.up.add(2 * found[i].columns)
+		t.down.add(l.Hidden)
 	}
 	if l.DType == kernels.F16 {
 		t.multiply = b.set.tilesF16
 	}
-	b.parallel(len(found)*(1+t.up.parts+t.down.parts), t.part)
+	b.parallel(len(found)+t.up.all()+t.down.all(), t.part)
 }
 
 // tiledLoop is the parallel loop over all parts of experts: first those that convert their rows of X
@@ -80,20 +85,53 @@ type tiledExpert struct {
 	converted, ups atomic.Int32
 }
 
-// division of an expert's units into parts.
+// division of the units of experts into parts, of so many blocks of a unit each.
 type division struct {
-	// parts of an expert, of so many blocks of a unit each.
-	parts, blocks int
+	blocks int
+	// ends are the number of parts up to each expert's last one.
+	ends []int
 }
 
-// divideUnits divides units of each of some experts with at most so many rows.
-func (b *Backend) divideUnits(units, experts, rows int) division {
+// add adds an expert with so many weight rows.
+func (d *division) add(weightRows int) {
+	d.ends = append(d.ends, d.all()+weightRows/tileTurns/d.blocks)
+}
+
+// all is the number of parts.
+func (d *division) all() int {
+	if len(d.ends) == 0 {
+		return 0
+	}
+	return d.ends[len(d.ends)-1]
+}
+
+// of returns the expert of a part, and which of its parts it is.
+func (d *division) of(part int) (expert, index int) {
+	first := 0
+	for part >= d.ends[expert] {
+		first = d.ends[expert]
+		expert++
+	}
+	return expert, part - first
+}
+
+// parts of an expert.
+func (d *division) parts(expert int) int {
+	if expert == 0 {
+		return d.ends[0]
+	}
+	return d.ends[expert] - d.ends[expert-1]
+}
+
+// divide returns the division of so many weight rows of some experts with at most so many rows of x,
+// which are to be added to it.
+func (b *Backend) divide(weightRows, experts, rows int) division {
 	const all = kernels.TileRows / tileTurns
 	blocks := all
-	for blocks > minBlocks && (experts*units*all/blocks < partsPerThread*b.threads || blocks*min(rows, tiledRows) > maxBlocks) {
+	for blocks > minBlocks && (weightRows/tileTurns/blocks < partsPerThread*b.threads || blocks*min(rows, tiledRows) > maxBlocks) {
 		blocks /= 2
 	}
-	return division{parts: units * all / blocks, blocks: blocks}
+	return division{blocks: blocks, ends: make([]int, 0, experts)}
 }
 
 // part runs one part.
@@ -105,16 +143,17 @@ func (t *tiledLoop) part(part int) {
 		return
 	}
 	part -= len(t.experts)
-	if n := len(t.experts) * t.up.parts; part >= n {
-		part -= n
-		e := &t.experts[part/t.down.parts]
-		waitFor(&e.ups, t.up.parts)
-		t.downPart(e, part%t.down.parts)
+	if n := t.up.all(); part >= n {
+		i, index := t.down.of(part - n)
+		e := &t.experts[i]
+		waitFor(&e.ups, t.up.parts(i))
+		t.downPart(e, index)
 		return
 	}
-	e := &t.experts[part/t.up.parts]
+	i, index := t.up.of(part)
+	e := &t.experts[i]
 	waitFor(&e.converted, 1)
-	t.upPart(e, part%t.up.parts)
+	t.upPart(e, index)
 	e.ups.Add(1)
 }
 
@@ -133,7 +172,8 @@ func (t *tiledLoop) upPart(e *tiledExpert, part int) {
 	l, s := t.o.Layout, t.pool.tiles()
 	defer t.pool.releaseTile(s)
 	blocks := t.up.blocks
-	sums := t.sums(s, e, t.x, e.extent, l.Hidden, part, blocks)
+	w := e.extent + device.Addr(2*e.column*l.Hidden*l.DType.Size())
+	sums := t.sums(s, e, t.x, w, l.Hidden, l.Hidden, part, blocks)
 	// Rows of w1 and w3 alternate by eight.
 	n, column := blocks*tileTurns/2, part*blocks*tileTurns/2
 	var gate, up [kernels.TileRows/2 + maxLanes]float32
@@ -156,8 +196,8 @@ func (t *tiledLoop) upPart(e *tiledExpert, part int) {
 func (t *tiledLoop) downPart(e *tiledExpert, part int) {
 	l, s := t.o.Layout, t.pool.tiles()
 	defer t.pool.releaseTile(s)
-	w2 := e.extent + device.Addr(2*matrixBytes(l))
-	sums := t.sums(s, e, t.between, w2, l.Intermediate, part, t.down.blocks)
+	w2 := e.extent + device.Addr(2*matrixBytes(l)) + device.Addr(e.column/kernels.TileColumns*tileBytes)
+	sums := t.sums(s, e, t.between, w2, l.Intermediate, e.columns, part, t.down.blocks)
 	n := t.down.blocks * tileTurns
 	var out [kernels.TileRows]float32
 	for r, pair := range e.pairs {
@@ -181,11 +221,12 @@ func (s *tiledSums) of(r int) (from []float32, rows int) {
 	return s.sums[s.weightRows*group+r-group:], min(tiledRows, s.rows-group)
 }
 
-// sums multiplies an expert's rows of x, of inner elements each, with some blocks of its units at w.
-func (t *tiledLoop) sums(scratch *scratch, e *tiledExpert, x []float32, w device.Addr, inner, part, blocks int) tiledSums {
+// sums multiplies an expert's rows of x, with room for width elements each, of which the first inner
+// ones, with some blocks of its units at w, which have tiles for all of width.
+func (t *tiledLoop) sums(scratch *scratch, e *tiledExpert, x []float32, w device.Addr, width, inner, part, blocks int) tiledSums {
 	const all = kernels.TileRows / tileTurns
 	set, n := t.pool.set, len(e.pairs)
-	steps, stride, weightRows := inner/kernels.TileColumns, inner+tilePad, blocks*tileTurns
+	steps, stride, weightRows := width/kernels.TileColumns, width+tilePad, blocks*tileTurns
 	unit, first := part*blocks/all, part*blocks%all
 	at := uintptr(w) + uintptr(unit*steps*tileBytes+first*tileTurns*kernels.TileRowBytes)
 	lanes, sums := scratch.sums[0][:weightRows*min(tiledRows, n)*set.lanes], scratch.tiled(weightRows*n)

@@ -50,6 +50,13 @@ type copyBlocksArgs struct {
 	words int32  // 20
 }
 
+// addRowsArgs has the layout of add_rows_args in src/copy.cu: 24 bytes, fields at these.
+type addRowsArgs struct {
+	src     uint64 // 0
+	dst     uint64 // 8
+	columns int32  // 16
+}
+
 // copyArgs has the layout of copy_args in src/copy.cu: 24 bytes, fields at these.
 type copyArgs struct {
 	src    uint64 // 0
@@ -272,13 +279,14 @@ type expertArgs struct {
 	start      int64     // 192
 	units      int32     // 200
 	steps      int32     // 204
-	listed     int32     // 208
-	expertsAll int32     // 212
-	topK       int32     // 216
-	maxTokens  int32     // 220
-	stages     int32     // 224
-	listsReady int32     // 228
-	_          [24]byte
+	tiles      int32     // 208
+	listed     int32     // 212
+	expertsAll int32     // 216
+	topK       int32     // 220
+	maxTokens  int32     // 224
+	stages     int32     // 228
+	listsReady int32     // 232
+	_          [20]byte
 }
 
 // fewArgs has the layout of few_args in src/few.cu: 72 bytes, fields at these.
@@ -296,7 +304,7 @@ type fewArgs struct {
 	outFloat  int32  // 64
 }
 
-// gemmArgs has the layout of gemm_args in src/gemm.cu: 128 bytes, fields at these.
+// gemmArgs has the layout of gemm_args in src/gemm.cu: 152 bytes, fields at these.
 type gemmArgs struct {
 	x          uint64 // 0
 	w          uint64 // 8
@@ -308,18 +316,21 @@ type gemmArgs struct {
 	experts    uint64 // 56
 	xStride    int64  // 64
 	outStride  int64  // 72
-	rows       int32  // 80
-	columns    int32  // 84
-	inner      int32  // 88
-	listed     int32  // 92
-	expertsAll int32  // 96
-	topK       int32  // 100
-	wType      int32  // 104
-	biasType   int32  // 108
-	outFloat   int32  // 112
-	xAligned   int32  // 116
-	wAligned   int32  // 120
-	outPaired  int32  // 124
+	wStart     int64  // 80
+	wMatrix    int64  // 88
+	wStride    int64  // 96
+	rows       int32  // 104
+	columns    int32  // 108
+	inner      int32  // 112
+	listed     int32  // 116
+	expertsAll int32  // 120
+	topK       int32  // 124
+	wType      int32  // 128
+	biasType   int32  // 132
+	outFloat   int32  // 136
+	xAligned   int32  // 140
+	wAligned   int32  // 144
+	outPaired  int32  // 148
 }
 
 // promptArgs has the layout of prompt_args in src/prompt.cu: 512 bytes, fields at these.

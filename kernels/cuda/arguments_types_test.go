@@ -8,6 +8,7 @@ import "reflect"
 var argumentTypes = map[string]reflect.Type{
 	"attention_args":      reflect.TypeFor[attentionArgs](),
 	"copy_blocks_args":    reflect.TypeFor[copyBlocksArgs](),
+	"add_rows_args":       reflect.TypeFor[addRowsArgs](),
 	"copy_args":           reflect.TypeFor[copyArgs](),
 	"dense_args":          reflect.TypeFor[denseArgs](),
 	"embed_args":          reflect.TypeFor[embedArgs](),

@@ -93,7 +93,7 @@ func TestTable(t *testing.T) {
 		t.Fatalf("%d kernels, want %d", len(table), kernelCount)
 	}
 	for id, name := range map[kernelID]string{
-		embedKernel: "embed", combineNorm512Times3: "combine_norm_512_3", addBias: "add_bias", appendKV: "append_kv", normRopeAppendKV: "norm_rope_append_kv", groupKernel: "group", sampleMerge: "sample_merge", restoreKernel: "restore", maskKernel: "mask_logits", copyBlocksKernel: "copy_blocks", copySmallKernel: "copy_small",
+		embedKernel: "embed", combineNorm512Times3: "combine_norm_512_3", addBias: "add_bias", appendKV: "append_kv", normRopeAppendKV: "norm_rope_append_kv", groupKernel: "group", sampleMerge: "sample_merge", restoreKernel: "restore", maskKernel: "mask_logits", copyBlocksKernel: "copy_blocks", copySmallKernel: "copy_small", addRowsKernel: "add_rows",
 		attentionJoin: "attention_join", attentionKernels + 2*3 + 1: "attention_128_4", gemmKernels: "matmul_16",
 		gemmKernels + gateUpMode*kernelID(len(tiles)) + kernelID(anyTile): "up_any",
 		gemmKernels + downMode*kernelID(len(tiles)):                       "down_16",

@@ -1,6 +1,8 @@
 package cuda
 
 import (
+	"fmt"
+
 	"github.com/moeserve/moeserve/kernels"
 )
 
@@ -14,6 +16,8 @@ const (
 	// 128 KiB in flight, more than a link to the host delivers within its latency.
 	copySmallThreads = 256
 	copySmallBlocks  = 32
+	// addRowsThreads is the block size of add_rows.
+	addRowsThreads = 128
 )
 
 func (l *streamState) copyBlocks(o *kernels.CopyBlocks) error {
@@ -25,6 +29,15 @@ func (l *streamState) copyBlocks(o *kernels.CopyBlocks) error {
 	enough := (int64(count)*words + copyThreads*copyWords - 1) / (copyThreads * copyWords)
 	return launch(l, o.Name(), copyBlocksKernel, grid{x: int(min(int64(blocks), enough)), threads: copyThreads}, &copyBlocksArgs{
 		src: address(&o.Src), dst: address(&o.Dst), count: int32(count), words: int32(words),
+	})
+}
+
+func (l *streamState) addRows(o *kernels.AddRows) error {
+	if o.DType != l.b.o.Activation {
+		return fmt.Errorf("cuda: %s: DType is %v, want %v, the activation type", o.Name(), o.DType, l.b.o.Activation)
+	}
+	return launch(l, o.Name(), addRowsKernel, grid{x: o.Src.Shape[0], y: ceil(o.Columns, 8*addRowsThreads), threads: addRowsThreads}, &addRowsArgs{
+		src: address(&o.Src), dst: address(&o.Dst), columns: int32(o.Columns),
 	})
 }
 

@@ -96,6 +96,8 @@ func awaited(op kernels.Op, early bool) (all []device.Range) {
 		add(&o.X, &o.Rows, &o.Out)
 	case *kernels.CopyBlocks:
 		add(&o.Src, &o.Dst)
+	case *kernels.AddRows:
+		add(&o.Src, &o.Dst)
 	case *kernels.Copy:
 		add(&o.Src, &o.Dst)
 	case *kernels.Sample:

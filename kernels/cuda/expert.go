@@ -70,6 +70,7 @@ func (l *streamState) hopperExpertGEMM(op string, mode kernelID, p *kernels.Expe
 			op, *x, uint64(x.Addr), *out, uint64(out.Addr))
 	}
 	columns, inner := out.Shape[1], x.Shape[1]
+	first, _ := p.Part()
 	a := expertArgs{
 		x: address(x), out: address(out), offsets: address(&p.Offsets), order: address(&p.Order), slots: address(&p.Slots), experts: address(&p.Experts),
 		xStride: int64(x.Stride[0]), outStride: int64(out.Stride[0]),
@@ -77,9 +78,11 @@ func (l *streamState) hopperExpertGEMM(op string, mode kernelID, p *kernels.Expe
 		listed: int32(listed), expertsAll: int32(all), topK: int32(pairs / max(x.Shape[0], 1)),
 	}
 	if mode == gateUpMode {
-		a.units *= 2
+		a.units, a.tiles = 2*a.units, a.steps
+		a.start = 4 * int64(first) * int64(inner)
 	} else {
-		a.start = 4 * int64(columns) * int64(inner) // after w1 and w3
+		a.tiles = int32(p.Layout.Intermediate / tileStep)
+		a.start = 4*int64(columns)*int64(p.Layout.Intermediate) + int64(first/tileStep)*unitRows*tileRow // after w1 and w3
 	}
 	usual := ceil(pairs, all)
 	shape := l.b.chooseExpertShape(int(a.units), usual, min(listed, pairs), pairs)

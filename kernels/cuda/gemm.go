@@ -89,7 +89,7 @@ func (l *streamState) matmul(o *kernels.MatMul) error {
 	a := gemmArgs{
 		x: address(&o.X), w: address(&o.W), bias: address(&o.Bias), out: address(&o.Out),
 		xStride: int64(o.X.Stride[0]), outStride: int64(o.Out.Stride[0]),
-		rows: int32(rows), columns: int32(columns), inner: int32(inner),
+		wStride: int64(inner), rows: int32(rows), columns: int32(columns), inner: int32(inner),
 		wType: int32(o.W.DType), biasType: int32(o.Bias.DType), outFloat: b2i(outFloat),
 		xAligned: b2i(aligned(&o.X)), wAligned: b2i(inner%8 == 0 && aligned(&o.W)), outPaired: b2i(paired(&o.Out)),
 	}
@@ -231,16 +231,21 @@ func (l *streamState) experts(op string, mode kernelID, p *kernels.ExpertGEMM) e
 	if p.Layout.Tag == Tiles {
 		return l.hopperExpertGEMM(op, mode, p)
 	}
-	columns, inner := p.Out.Shape[1], p.X.Shape[1]
+	columns, inner, matrix := p.Out.Shape[1], p.X.Shape[1], int64(p.Layout.Hidden)*int64(p.Layout.Intermediate)
+	first, _ := p.Part()
+	start, stride := int64(first)*int64(p.Layout.Hidden), p.Layout.Hidden
+	if mode == downMode {
+		start, stride = 2*matrix+int64(first), p.Layout.Intermediate
+	}
 	a := gemmArgs{
 		x: address(&p.X), out: address(&p.Out), offsets: address(&p.Offsets), order: address(&p.Order), slots: address(&p.Slots), experts: address(&p.Experts),
 		xStride: int64(p.X.Stride[0]), outStride: int64(p.Out.Stride[0]),
-		columns: int32(columns), inner: int32(inner),
+		wStart: start, wMatrix: matrix, wStride: int64(stride), columns: int32(columns), inner: int32(inner),
 		listed: int32(listed), expertsAll: int32(all), topK: int32(pairs / max(p.X.Shape[0], 1)), wType: int32(p.Layout.DType),
-		xAligned: b2i(aligned(&p.X)), wAligned: b2i(inner%8 == 0), outPaired: b2i(paired(&p.Out)),
+		xAligned: b2i(aligned(&p.X)), wAligned: b2i(stride%8 == 0), outPaired: b2i(paired(&p.Out)),
 	}
 	i := anyTile
-	if p.Layout.DType == p.X.DType && inner%8 == 0 && aligned(&p.X) {
+	if p.Layout.DType == p.X.DType && stride%8 == 0 && inner%8 == 0 && aligned(&p.X) {
 		i = l.b.chooseTile(mode, ceil(pairs, all), columns, listed)
 	}
 	t := &tiles[i]

@@ -91,6 +91,7 @@ const (
 	fewRowsGated5
 	copyBlocksKernel
 	copySmallKernel
+	addRowsKernel
 	promptKernel
 	promptJoin
 	// attentionKernels: for each head size, with one warp and with four.
@@ -149,6 +150,7 @@ var table = func() []kernel {
 		{"few.cu", "few_rows_gated_5", 5 * skinnyStageBytes},
 		{"copy.cu", "copy_blocks", 0},
 		{"copy.cu", "copy_small", 0},
+		{"copy.cu", "add_rows", 0},
 		{"prompt.cu", "prompt_128", promptSharedBytes},
 		{"prompt.cu", "prompt_join", 0},
 	}

@@ -119,6 +119,8 @@ func (l *streamState) enqueue(op kernels.Op) error {
 		return l.gather(o)
 	case *kernels.CopyBlocks:
 		return l.copyBlocks(o)
+	case *kernels.AddRows:
+		return l.addRows(o)
 	case *kernels.Copy:
 		return l.copy(o)
 	case *kernels.Sample:

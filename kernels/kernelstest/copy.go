@@ -75,6 +75,38 @@ func testCopy(r *rig) {
 	})
 }
 
+// testAddRows adds every second row of a buffer to rows of another one, in no order.
+func testAddRows(r *rig) {
+	for _, columns := range []int{8, 48, 1024, 4096} {
+		for _, n := range []int{1, 2, 13} {
+			for _, from := range r.accessible() {
+				r.run(fmt.Sprintf("%dx%d/%v", n, columns, from), func(r *rig) {
+					src, dst := r.normal(r.denseIn(from, "rows read", r.act, 2*n, columns), 0, 1), r.normal(r.dense("rows written", r.act, n, columns), 0, 1)
+					src.buffer.partly = true
+					var reads, writes []uint64
+					order := r.rand.Perm(n)
+					want := make([][]float64, n)
+					for i, j := range order {
+						reads, writes = append(reads, uint64(src.Slice(2*i, 2*i+1).Addr)), append(writes, uint64(dst.Slice(j, j+1).Addr))
+						want[j] = dst.row(j)
+						for c, v := range src.row(2 * i) {
+							want[j][c] += v
+						}
+					}
+					dst.writes()
+					r.do(&kernels.AddRows{Src: r.words("Src", reads...).Tensor, Dst: r.words("Dst", writes...).Tensor, Columns: columns, DType: r.act})
+					for j := range want {
+						r.near(dst, want[j], j)
+					}
+				})
+			}
+		}
+	}
+	r.run("nothing", func(r *rig) {
+		r.do(&kernels.AddRows{Src: kernels.New(0, kernels.U64, 0), Dst: kernels.New(0, kernels.U64, 0), Columns: 8, DType: r.act})
+	})
+}
+
 // testCopyBlocksShape copies between two buffers with room for twice as many blocks, in no
 // order. One pair is skipped, and one source is copied twice.
 func testCopyBlocksShape(r *rig, size, blocks, threadBlocks int, from, to device.Space) {

@@ -56,6 +56,7 @@ var tests = []struct {
 	{"gather", testGather},
 	{"copy_blocks", testCopyBlocks},
 	{"copy", testCopy},
+	{"add_rows", testAddRows},
 	{"sample", testSample},
 	{"sample_cuts", testSampleCuts},
 	{"sample_none", testSampleNone},

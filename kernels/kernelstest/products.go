@@ -301,13 +301,17 @@ func testExpertShape(r *rig, s expertShape, w kernels.DType, gaps, everywhere bo
 	l.writes(mid, func(_, place int) int { return place })
 	l.writes(out, func(pair, _ int) int { return pair })
 	r.do(&up, &down)
-	l.compare(r, x, mid, out)
+	l.compare(r, x, mid, out, 0)
+	wantMid, wantOut := bytes.Clone(mid.buffer.after), bytes.Clone(out.buffer.after)
+	l.columns(r, up, down, x, mid, out, wantMid)
 	if !r.o.BatchInvariant {
 		return
 	}
 
 	// The same in launches of some of the experts each.
-	wantMid, wantOut := bytes.Clone(mid.buffer.after), bytes.Clone(out.buffer.after)
+	mid.buffer.out, out.buffer.out = nil, nil
+	l.writes(mid, func(_, place int) int { return place })
+	l.writes(out, func(pair, _ int) int { return pair })
 	cut := r.rand.IntN(len(listed) + 1)
 	firstUp, firstDown, secondUp, secondDown := up, down, up, down
 	firstUp.Experts, secondUp.Experts = up.Experts.Slice(0, cut), up.Experts.Slice(cut, len(listed))
@@ -347,11 +351,35 @@ func (l *layer) writes(t tensor, row func(pair, place int) int) {
 	}
 }
 
-// compare checks both GEMMs.
-func (l *layer) compare(r *rig, x, mid, out tensor) {
+// columns runs both GEMMs with a part of the columns at a time.
+func (l *layer) columns(r *rig, up kernels.ExpertUp, down kernels.ExpertDown, x, mid, out tensor, wantMid []byte) {
 	r.Helper()
-	macs := len(l.ids) * l.k * l.layout.Hidden * l.layout.Intermediate
-	inner, outer := r.sampled(l.layout.Intermediate, macs), r.sampled(l.layout.Hidden, macs)
+	n := l.layout.Intermediate
+	if n <= kernels.TileColumns {
+		return
+	}
+	cut := kernels.TileColumns * (1 + r.rand.IntN((n-1)/kernels.TileColumns))
+	for _, c := range []kernels.Columns{{First: 0, End: cut}, {First: cut, End: n}} {
+		part := tensor{mid.Narrow(1, c.First, c.End), mid.buffer}
+		up.Columns, up.Out = c, part.Tensor
+		down.Columns, down.X = c, part.Tensor
+		mid.buffer.out, out.buffer.out = nil, nil
+		l.writes(part, func(_, place int) int { return place })
+		l.writes(out, func(pair, _ int) int { return pair })
+		r.doPart(&up, &down)
+		l.compare(r, x, part, out, c.First)
+		if r.o.BatchInvariant {
+			r.alike(part, wantMid, "a part of the columns")
+		}
+	}
+}
+
+// compare checks both GEMMs, of the columns of mid, the first of which is an expert's first.
+func (l *layer) compare(r *rig, x, mid, out tensor, first int) {
+	r.Helper()
+	n := mid.Shape[1]
+	macs := len(l.ids) * l.k * l.layout.Hidden * n
+	inner, outer := r.sampled(n, macs), r.sampled(l.layout.Hidden, macs)
 	// Many pairs have the same expert: its weights are decoded once.
 	type weightRow struct {
 		e    *expert
@@ -374,12 +402,12 @@ func (l *layer) compare(r *rig, x, mid, out tensor) {
 		in := x.row(pair / l.k)
 		var up, down []float64
 		for _, i := range inner {
-			up = append(up, silu(dot(row(e, kernels.W1, i), in))*dot(row(e, kernels.W3, i), in))
+			up = append(up, silu(dot(row(e, kernels.W1, first+i), in))*dot(row(e, kernels.W3, first+i), in))
 		}
 		r.close(mid, pick(mid.got(place), inner), up, 0.1, place)
 		hidden := mid.got(place) // as rounded to the activation type
 		for _, i := range outer {
-			down = append(down, dot(row(e, kernels.W2, i), hidden))
+			down = append(down, dot(row(e, kernels.W2, i)[first:first+n], hidden))
 		}
 		r.close(out, pick(out.got(pair), outer), down, 0.1, pair)
 	}

@@ -16,8 +16,8 @@
 #   whole         Qwen1.5-MoE with all layers, at 0, 50 and 100 % in host memory
 #   whole-mixtral the same of Mixtral: 93 GB, of which host memory must hold up to 84 GiB
 #   cpu-experts   experts in host memory computed on the CPU: GB/s of weights read by threads and rows; decode steps of presets with
-#                 half of the experts in host memory, of 1 and 8 sequences, with --cpu-experts off, auto, 0.5 and 1, whose logits are
-#                 compared; fails where auto is 3 % slower than another: CPU_EXPERTS are the presets (default: qwen1.5-moe-a2.7b@0.5 mixtral-8x7b@0.5), LAYERS cuts them
+#                 half of the experts in host memory, of 1 and 8 sequences, with --cpu-experts off, auto (also without dividing experts), 0.5 and 1, whose logits are
+#                 compared; fails where auto is 3 % slower than another: CPU_EXPERTS are the presets (default: qwen1.5-moe-a2.7b@0.5 mixtral-8x7b@0.5), LAYERS cuts them; CPU_CHOICES are the values of --cpu-experts
 #   tiers         two GPUs: devicetest's peer part; fixtures with experts on the second GPU, whose memory is
 #                 revoked meanwhile; Qwen1.5-MoE, and Mixtral with half of its experts, in host memory and on the second GPU
 #                 (TIERS=tests: without these two)
@@ -312,7 +312,7 @@ run() {
         grep '^Benchmark' "$work/said" | tee -a "$logs/table.log"
         for preset in ${CPU_EXPERTS:-qwen1.5-moe-a2.7b@0.5 mixtral-8x7b@0.5}; do
           limit 400 node presets "cpu-experts-${preset%%-*}" "$work/node.test" -test.v -test.timeout 400s -test.run GPUCPUExperts -whole "$preset" \
-            -batches 1,8 -layers "${LAYERS:-0}" -host-gib "$host"
+            -cpu-experts "${CPU_CHOICES:-off auto auto-whole 0.5 1}" -batches 1,8 -layers "${LAYERS:-0}" -host-gib "$host"
           grep -o -- '--cpu-experts .*' "$work/said" | tee -a "$logs/table.log"
         done ;;
       tiers)

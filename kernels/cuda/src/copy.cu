@@ -41,6 +41,30 @@ KERNEL(512, 1) copy_blocks(const copy_blocks_args a) {
   }
 }
 
+struct add_rows_args {
+  u64 src, dst;  // addresses of the rows
+  int columns;
+};
+
+constexpr int add_rows_threads = 128;
+
+// Adds rows of activations to others. blockIdx.x is a row; a thread has eight elements. The rows
+// that are read may be in host memory.
+KERNEL(128, 1) add_rows(const add_rows_args a) {
+  begin();
+  int at = (blockIdx.y * add_rows_threads + threadIdx.x) * 8;
+  if (at >= a.columns) return;
+  u16 *to = (u16 *)((const u64 *)a.dst)[blockIdx.x] + at;
+  uint4 term = load_streaming((const uint4 *)((const u16 *)((const u64 *)a.src)[blockIdx.x] + at));
+  uint4 sum = *(const uint4 *)to;
+  float v[8], u[8];
+  unpack(v, sum);
+  unpack(u, term);
+#pragma unroll
+  for (int i = 0; i < 8; i++) v[i] = __fadd_rn(v[i], u[i]);
+  store_chunk(to, pack(v));
+}
+
 struct copy_args {
   u64 src, dst;
   int chunks, words;  // of 16 bytes, where both addresses are multiples of that, and of 4, in all

@@ -15,8 +15,9 @@ struct expert_args {
   tensor_map x_rows;       // down projection: tiles of max_tokens rows of X
   u64 x, out, offsets, order, slots, experts;
   i64 x_stride, out_stride;
-  i64 start;               // bytes of the extent before the matrix
+  i64 start;               // bytes of the extent before the first tile
   int units, steps;        // units of 64 weight rows; k-steps of 64 elements of inner
+  int tiles;               // of a unit: steps, or more if the product has a part of inner
   int listed, experts_all;
   int top_k;               // gate/up projection: a pair's row of X is pair / top_k
   int max_tokens, stages;        // tokens of a tile, a multiple of 16; stages of the pipeline
@@ -68,7 +69,7 @@ struct expert_product {
     int part = (i + rotation) % e.parts;
     int all = (e.rows + grain - 1) / grain, each = all / e.parts, longer = all % e.parts;
     int token = (part * each + min(part, longer)) * grain;
-    return {e.weights + (i64)unit * a.steps * unit_bytes, unit, min(tile_units, a.units - unit), e.first + token,
+    return {e.weights + (i64)unit * a.tiles * unit_bytes, unit, min(tile_units, a.units - unit), e.first + token,
             min((each + (part < longer)) * grain, e.rows - token)};
   }
 
@@ -79,7 +80,7 @@ struct expert_product {
     barrier_expect(&r.full[slot], t.units * steps * unit_bytes);
     for (int u = 0; u < t.units; u++)
       for (int s = 0; s < steps; s++)
-        copy_bulk(stage + s * r.step_bytes + u * unit_bytes, (const char *)t.weights + ((i64)u * a.steps + k + s) * unit_bytes, unit_bytes,
+        copy_bulk(stage + s * r.step_bytes + u * unit_bytes, (const char *)t.weights + ((i64)u * a.tiles + k + s) * unit_bytes, unit_bytes,
                   &r.full[slot]);
   }
 

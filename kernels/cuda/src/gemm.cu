@@ -10,6 +10,9 @@ struct gemm_args {
   u64 x, w, bias, out;                  // dense only: w, and bias, 0 for none
   u64 offsets, order, slots, experts;   // experts only
   i64 x_stride, out_stride;
+  // Elements from an expert's extent to the first weight row, and from w1 to w3; experts only.
+  i64 w_start, w_matrix;
+  i64 w_stride;                         // elements from a weight row to the next
   int rows, columns, inner;             // rows: dense only
   int listed, experts_all, top_k;       // experts only
   int w_type, bias_type, out_float;     // out_float: Out is float32
@@ -110,9 +113,8 @@ DEVICE void product(const gemm_args &a, unsigned char *memory) {
   int row0 = place.tile % tiles * tile_rows, column0 = place.tile / tiles * tile_columns;
   const int *order = (const int *)a.order + place.first;
   const char *weights = (const char *)(mode == dense ? a.w : ((const u64 *)a.slots)[place.expert]);
-  i64 matrix = (i64)a.columns * a.inner;                 // elements
   int w_size = plain || a.w_type != f32_type ? 2 : 4;
-  if (mode == expert_down) weights += 2 * matrix * w_size;
+  if (mode != dense) weights += a.w_start * w_size;
 
   // A thread copies these rows, the same chunk of each.
   int chunk = threadIdx.x & 7, lead = threadIdx.x >> 3;
@@ -133,7 +135,7 @@ DEVICE void product(const gemm_args &a, unsigned char *memory) {
   for (int i = 0; i < w_passes; i++) {
     int row = lead + i * pass, part = row / tile_columns, column = column0 + row % tile_columns;
     w_rows[i] = 0;
-    if (column < a.columns) w_rows[i] = weights + (part * matrix + (i64)column * a.inner) * w_size;
+    if (column < a.columns) w_rows[i] = weights + (part * a.w_matrix + column * a.w_stride) * w_size;
   }
 
   auto load_stage = [&](int k, int slot) {

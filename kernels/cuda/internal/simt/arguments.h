@@ -43,6 +43,10 @@
   FIELD(copy_blocks_args, dst) \
   FIELD(copy_blocks_args, count) \
   FIELD(copy_blocks_args, words) \
+  STRUCT(add_rows_args) \
+  FIELD(add_rows_args, src) \
+  FIELD(add_rows_args, dst) \
+  FIELD(add_rows_args, columns) \
   STRUCT(copy_args) \
   FIELD(copy_args, src) \
   FIELD(copy_args, dst) \
@@ -224,6 +228,7 @@
   FIELD(expert_args, start) \
   FIELD(expert_args, units) \
   FIELD(expert_args, steps) \
+  FIELD(expert_args, tiles) \
   FIELD(expert_args, listed) \
   FIELD(expert_args, experts_all) \
   FIELD(expert_args, top_k) \
@@ -253,6 +258,9 @@
   FIELD(gemm_args, experts) \
   FIELD(gemm_args, x_stride) \
   FIELD(gemm_args, out_stride) \
+  FIELD(gemm_args, w_start) \
+  FIELD(gemm_args, w_matrix) \
+  FIELD(gemm_args, w_stride) \
   FIELD(gemm_args, rows) \
   FIELD(gemm_args, columns) \
   FIELD(gemm_args, inner) \
