@@ -34,9 +34,9 @@ type CPUShare struct {
 	// divides: one expert of a layer may be divided.
 	divides bool
 	// cpu and link are estimates of the times of a layer: of 1, the experts, and their rows beyond
-	// the first; and of 1 and the bytes. read is one of the time of a layer's divided expert, of 1, the
-	// bytes that kernels read, and those that are copied meanwhile, which are copying of the latest layer.
-	// bytesPerSecond was assumed of the link lately.
+	// the first; and of 1 and the bytes. read is one of the time of a layer's divided expert, of 1 and the
+	// bytes that kernels read; link is of layers without one. copying is the bytes of copies of the latest
+	// layer. bytesPerSecond was assumed of the link lately.
 	cpu, link, read estimate
 	copying         int64
 	bytesPerSecond  float64
@@ -163,16 +163,29 @@ func quantities(list []ComputedExpert) [terms]float64 {
 func (c *CPUShare) ReadInPlace(bytes int64, took time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.Auto() && c.bytesPerSecond > 0 && bytes > 0 {
-		c.read.add(c.readTerms(), [terms]float64{1, float64(bytes), float64(c.copying)}, took.Seconds())
+	if !c.Auto() || c.bytesPerSecond <= 0 || bytes <= 0 {
+		return
 	}
+	x, seconds := [terms]float64{1, float64(bytes), 0}, took.Seconds()
+	if c.copying > 0 { // it tells something only where copies have not held kernels up, or less than estimated
+		link := c.link.coefficients(c.linkTerms())
+		together := link[0] + link[1]*float64(bytes+c.copying)
+		if seconds < heldUp*together && seconds > sum(c.read.coefficients(c.readTerms()), x) {
+			return
+		}
+	}
+	c.read.add(c.readTerms(), x, seconds)
 }
+
+// heldUp is the factor by which kernels that read take longer than they and copies together take of the
+// link, from which on it is not for the copies.
+const heldUp = 1.1
 
 // readShare is assumed of the rate at which kernels read host memory, as a share of that of copies.
 const readShare = 0.925
 
 func (c *CPUShare) readTerms() [terms]float64 {
-	return [terms]float64{linkStart.Seconds(), 1 / (readShare * c.bytesPerSecond), 1 / c.bytesPerSecond}
+	return [terms]float64{linkStart.Seconds(), 1 / (readShare * c.bytesPerSecond), 0}
 }
 
 // fetching records how many bytes the link copies for the layer that was divided last.
@@ -194,8 +207,8 @@ func (c *CPUShare) linkTerms() [terms]float64 {
 func (c *CPUShare) arrived(bytes int64, at time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.bytesPerSecond <= 0 || bytes <= 0 {
-		return
+	if c.bytesPerSecond <= 0 || bytes <= 0 || c.split == c.layers && c.layers > 0 {
+		return // of a layer with a divided expert: kernels have read over the link, too
 	}
 	c.copied = c.layers
 	c.link.add(c.linkTerms(), [terms]float64{1, float64(bytes), 0}, (at - c.decided).Seconds())
@@ -289,8 +302,8 @@ const (
 // split divides candidate n, of which nothing has been copied, where the CPU computes those in front of it
 // and the others are fetched: so that the CPU and the link, over which kernels read, end together.
 // read are the coefficients of the estimate of that. An expert of which one of them would get nothing is
-// not divided.
-func (t CPUTime) split(l *kernels.ExpertLayout, link hostLink, read [terms]float64, list []candidate, n int) (s split, ok bool) {
+// divided only if it must be.
+func (t CPUTime) split(l *kernels.ExpertLayout, link hostLink, read [terms]float64, list []candidate, n int, must bool) (s split, ok bool) {
 	x := &list[n]
 	if x.left < l.Size || x.rows > splitRows {
 		return s, false
@@ -299,21 +312,25 @@ func (t CPUTime) split(l *kernels.ExpertLayout, link hostLink, read [terms]float
 	for i := range list[:n] {
 		computing += t.Expert + t.Row*float64(list[i].rows-1)
 	}
-	whole, reading := t.Expert+t.Row*float64(x.rows-1), read[1]*float64(l.Size)
-	copying := read[0] - min(link.head.Seconds(), 0)
-	for i := range list[n+1:] {
-		copying += read[2] * float64(list[n+1+i].left)
+	// Kernels read at their own rate; together with copies, at most at the link's.
+	whole := t.Expert + t.Row*float64(x.rows-1)
+	start, reading := read[0]-min(link.head.Seconds(), 0), read[1]*float64(l.Size)
+	copies, together := link.seconds(list[n+1:]), float64(l.Size)/link.bytesPerSecond
+	share := (computing + whole - start) / (whole + reading)
+	if copies > 0 {
+		share = min(share, (computing+whole-copies)/(whole+together))
 	}
-	if whole+reading <= 0 {
-		return s, false
-	}
-	share := (computing + whole - copying) / (whole + reading)
-	s.first = int(math.Round(share*float64(l.Intermediate)/kernels.TileColumns)) * kernels.TileColumns
-	if s.first <= 0 || s.first >= l.Intermediate {
+	columns := int(math.Round(share*float64(l.Intermediate)/kernels.TileColumns)) * kernels.TileColumns
+	last := (l.Intermediate - 1) / kernels.TileColumns * kernels.TileColumns
+	s.first = min(max(columns, kernels.TileColumns), last)
+	if s.first != columns && !must {
 		return s, false
 	}
 	share = float64(s.first) / float64(l.Intermediate)
-	busy := copying + share*reading
+	busy := start + share*reading
+	if copies > 0 {
+		busy = max(busy, copies+share*together)
+	}
 	s.seconds = max(busy, computing+(1-share)*whole)
 	s.linkFree = s.seconds - busy
 	return s, true
@@ -350,30 +367,50 @@ func (c *CPUShare) divide(l *kernels.ExpertLayout, link hostLink, list []candida
 	}
 	c.layers++
 	seconds := t.longer(l.Size, link, list, d.onCPU)
-	free := seconds - link.seconds(list[d.onCPU:])
-	if mayRead && c.divides {
+	if mayRead && c.divides && !c.exploreLink(l.Size, t, link, list, &d.onCPU) {
 		if n, s := c.bestSplit(l, t, link, list, seconds); s.first > 0 {
 			c.split = c.layers
 			return division{onCPU: n, first: s.first, head: time.Duration(s.linkFree * float64(time.Second))}
 		}
 	}
-	if other := c.explore(l.Size, t, link, list, d.onCPU); other != d.onCPU {
-		d.onCPU, free = other, t.longer(l.Size, link, list, other)-link.seconds(list[other:])
-	}
+	d.onCPU = c.explore(l.Size, t, link, list, d.onCPU)
+	free := t.longer(l.Size, link, list, d.onCPU) - link.seconds(list[d.onCPU:])
 	d.head = time.Duration(free * float64(time.Second))
 	return d
+}
+
+// exploreLink reports whether the layer is divided into whole experts, one of them copied at least, so
+// that the link's time stays known where experts are divided otherwise.
+func (c *CPUShare) exploreLink(size int64, t CPUTime, link hostLink, list []candidate, onCPU *int) bool {
+	layers, interval := c.layers-max(c.copied, c.explored), staleInterval
+	if c.link.count < warmUp {
+		interval = exploreInterval
+	}
+	other := min(*onCPU, len(list)-1)
+	if layers < interval || !c.worth(size, t, link, list, *onCPU, other, layers) {
+		return false
+	}
+	*onCPU, c.explored = other, c.layers
+	return true
+}
+
+// worth reports whether another division costs little enough for so many layers.
+func (c *CPUShare) worth(size int64, t CPUTime, link hostLink, list []candidate, best, other, layers int) bool {
+	seconds := t.longer(size, link, list, best)
+	return t.longer(size, link, list, other)-seconds <= exploreCost*seconds*float64(layers)
 }
 
 // bestSplit returns the candidate whose division ends first, if that is sooner than the seconds of whole
 // experts. Where none was divided for long, one is now and then that does not end much later.
 func (c *CPUShare) bestSplit(l *kernels.ExpertLayout, t CPUTime, link hostLink, list []candidate, whole float64) (candidate int, best split) {
 	read := c.read.coefficients(c.readTerms())
-	limit := (1 - splitGain) * whole
-	if since := c.layers - max(c.split, c.explored); since >= staleInterval {
+	limit, since := (1-splitGain)*whole, c.layers-c.split
+	try := since >= staleInterval
+	if try {
 		limit = (1 + exploreCost*float64(since)) * whole
 	}
 	for n := range list {
-		if s, ok := t.split(l, link, read, list, n); ok && s.seconds <= limit {
+		if s, ok := t.split(l, link, read, list, n, try); ok && s.seconds <= limit {
 			candidate, best, limit = n, s, s.seconds
 		}
 	}
@@ -403,11 +440,7 @@ func (c *CPUShare) measuredLink(link hostLink) hostLink {
 func (c *CPUShare) explore(size int64, t CPUTime, link hostLink, list []candidate, best int) int {
 	due := func(latest, interval, other int) bool {
 		layers := c.layers - max(latest, c.explored)
-		if layers < interval {
-			return false
-		}
-		seconds := t.longer(size, link, list, best)
-		return t.longer(size, link, list, other)-seconds <= exploreCost*seconds*float64(layers)
+		return layers >= interval && c.worth(size, t, link, list, best, other, layers)
 	}
 	other := best
 	switch {
@@ -559,7 +592,9 @@ func (s *steps) computeOnCPU(position int, chosen []int32) {
 		x := HostExpert{Expert: c.expert, Range: s.places.hostRegion(ID{position, c.expert}).Range}
 		if i == len(w.list)-1 && w.first > 0 {
 			x.First, x.ReadAt = w.first, x.Addr+s.inPlace.hostOffset
-			s.counts.ReadInPlace[Host] += s.plan.Layout.Bytes() * int64(x.First) / int64(s.plan.Layout.Intermediate)
+			read := s.plan.Layout.Bytes() * int64(x.First) / int64(s.plan.Layout.Intermediate)
+			s.counts.ReadInPlace[Host] += read
+			s.counts.ReadDivided += read
 		}
 		w.chose = append(w.chose, x)
 	}

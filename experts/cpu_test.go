@@ -114,7 +114,7 @@ func TestSplitEndsTogether(t *testing.T) {
 	for range 1000 {
 		cpu := CPUTime{Layer: 1e-4 * r.Float64(), Expert: 1e-3 + 1e-2*r.Float64(), Row: 1e-4 * r.Float64()}
 		link := hostLink{bytesPerSecond: 1e9 + 100e9*r.Float64(), start: time.Duration(r.IntN(50)) * time.Microsecond}
-		read := [terms]float64{1e-4 * r.Float64(), 1 / (link.bytesPerSecond * (0.5 + 0.5*r.Float64())), 1 / link.bytesPerSecond}
+		read := [terms]float64{1e-4 * r.Float64(), 1 / (link.bytesPerSecond * (0.5 + 0.5*r.Float64()))}
 		var list []candidate
 		for e := range 1 + r.IntN(5) {
 			list = append(list, candidate{expert: e, rows: 1 + r.IntN(4), left: mixtralExpert.Size})
@@ -123,9 +123,14 @@ func TestSplitEndsTogether(t *testing.T) {
 		n := r.IntN(len(list))
 		end := func(first int) (onCPU, onLink float64) {
 			onCPU = sum(cpu.terms(), quantities(computed(list, division{onCPU: n, first: first})))
-			return onCPU, read[0] + read[2]*float64(int64(len(list)-n-1)*mixtralExpert.Size) + read[1]*float64(mixtralExpert.Size)*float64(first)/float64(mixtralExpert.Intermediate)
+			bytes := readBytes(division{first: first})
+			onLink = read[0] + read[1]*bytes
+			if copies := link.seconds(list[n+1:]); copies > 0 {
+				onLink = max(onLink, copies+bytes/link.bytesPerSecond)
+			}
+			return onCPU, onLink
 		}
-		s, ok := cpu.split(&mixtralExpert, link, read, list, n)
+		s, ok := cpu.split(&mixtralExpert, link, read, list, n, false)
 		if !ok {
 			if a, b := end(kernels.TileColumns); a > b {
 				if a, b := end(mixtralExpert.Intermediate - kernels.TileColumns); a < b {
@@ -151,8 +156,22 @@ func TestSplitEndsTogether(t *testing.T) {
 	// An expert that is being copied, and one with many rows.
 	cpu, link := CPUTime{Expert: 3e-3}, hostLink{bytesPerSecond: 50e9}
 	for _, c := range []candidate{{0, 1, mixtralExpert.Size / 2}, {0, 17, mixtralExpert.Size}} {
-		if s, ok := cpu.split(&mixtralExpert, link, [terms]float64{0, 1 / 45e9}, []candidate{c}, 0); ok {
+		if s, ok := cpu.split(&mixtralExpert, link, [terms]float64{0, 1 / 45e9}, []candidate{c}, 0, true); ok {
 			t.Errorf("%+v was divided: %+v", c, s)
+		}
+	}
+	// One of which the CPU, or the link, should get nothing is divided only if it must be.
+	for _, cpu := range []CPUTime{{Expert: 100}, {Expert: 1e-6}} {
+		list := []candidate{{0, 1, mixtralExpert.Size}}
+		if s, ok := cpu.split(&mixtralExpert, link, [terms]float64{1e-3, 1 / 45e9}, list, 0, false); ok {
+			t.Errorf("%+v: divided: %+v", cpu, s)
+		}
+		want := kernels.TileColumns
+		if cpu.Expert == 100 {
+			want = mixtralExpert.Intermediate - kernels.TileColumns
+		}
+		if s, ok := cpu.split(&mixtralExpert, link, [terms]float64{1e-3, 1 / 45e9}, list, 0, true); !ok || s.first != want {
+			t.Errorf("%+v: %+v, want %d columns", cpu, s, want)
 		}
 	}
 }
@@ -252,6 +271,9 @@ func TestCPUShareOfBusyLink(t *testing.T) {
 		r.ok(err)
 		if got := len(use.OnCPU) == 1; got != (predicted != nil) {
 			t.Errorf("predicted were %v: on the CPU %v", predicted, use.OnCPU)
+		}
+		if r.cpu.copying != size { // expert 3, or what is in vain
+			t.Errorf("predicted were %v: %d bytes are copied for the layer, want %d", predicted, r.cpu.copying, size)
 		}
 		stuck.Release()
 		r.ok(use.Release())

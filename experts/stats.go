@@ -101,6 +101,9 @@ type Stats struct {
 	Fetched FetchedBytes `json:"fetched_bytes"`
 	// ReadInPlace is the bytes of the experts that kernels read in a peer's or the host's memory.
 	ReadInPlace FetchedBytes `json:"read_in_place_bytes"`
+	// ReadDivided is the part of ReadInPlace that is of experts of which the CPU computed the rest, which
+	// OnCPU counts.
+	ReadDivided int64 `json:"read_divided_bytes"`
 	// PrefetchPredicted counts the offloaded experts that were predicted, PrefetchUsed those
 	// of them that the router then selected, and RouterSyncs all offloaded experts that it
 	// selected.

@@ -212,7 +212,7 @@ func TestStatsJSON(t *testing.T) {
 	data, err := json.Marshal(Stats{Uses: ByTier{Cached: 2}, Hits: 2, HitRate: 1, Fetched: FetchedBytes{Peer: 7}, Failed: 3})
 	want := strings.Join([]string{
 		`{"uses":{"cached":2,"host":0,"peer":0,"resident":0}`, `"hits":2`, `"misses":0`, `"on_cpu":0`, `"hit_rate":1`, `"prefetched":0`, `"failed_fetches":3`,
-		`"fetched_bytes":{"host":0,"peer":7}`, `"read_in_place_bytes":{"host":0,"peer":0}`, `"prefetch_predicted":0`, `"prefetch_used":0`,
+		`"fetched_bytes":{"host":0,"peer":7}`, `"read_in_place_bytes":{"host":0,"peer":0}`, `"read_divided_bytes":0`, `"prefetch_predicted":0`, `"prefetch_used":0`,
 		`"promoted":0`, `"demoted":0`, `"revoked":0`, `"swapped":0`, `"made_resident":0`, `"offloaded":0`, `"migrated_bytes":0}`,
 	}, ",")
 	if err != nil || string(data) != want {

@@ -74,7 +74,7 @@ func (x *expertTime) waited(n *Node) float64 {
 // as if the host's link had brought them, as in their worth.
 func (x *expertTime) copied(n *Node) float64 {
 	s := n.store.Stats()
-	s.Fetched[experts.Host] += s.OnCPU * n.store.Layout().Size
+	s.Fetched[experts.Host] += s.OnCPU*n.store.Layout().Size - s.ReadDivided
 	return x.copies.add(n, s.Fetched) + x.reads.add(n, s.ReadInPlace)
 }
 

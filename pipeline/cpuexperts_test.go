@@ -79,7 +79,7 @@ func TestDividedExperts(t *testing.T) {
 					t.Fatalf("%s, %+v: logit %d is %v, want %v", name, mo, j, x, want.logits[j])
 				}
 			}
-			if s := r.store.Stats(); s.OnCPU == 0 || s.ReadInPlace[experts.Host] == 0 {
+			if s := r.store.Stats(); s.OnCPU == 0 || s.ReadInPlace[experts.Host] == 0 || s.ReadInPlace[experts.Host] != s.ReadDivided {
 				t.Errorf("%s, %+v: no expert was divided: %+v", name, mo, s)
 			}
 			if i%3 == 2 {
@@ -89,6 +89,33 @@ func TestDividedExperts(t *testing.T) {
 				fault.Release()
 			}
 		}
+	}
+}
+
+// TestDividedExpertsMeasured: what kernels take for a part of an expert is measured. Emulated ones take no time
+// for links; these take longer than is assumed of the link, as memory is slow.
+func TestDividedExpertsMeasured(t *testing.T) {
+	model := accessModel(1, 1)
+	model.Host.ReadRate = 1
+	mo := linked(emulated.Options{Virtual: true, GPUs: []emulated.GPU{{BytesPerSecond: 20e6}}})
+	r := newRig(t, "mixtral", 1, mo, Options{
+		CPUExperts: host, CPUShare: cpuShare(experts.AutoCPUShare), SmallBatchTokens: 64, ExpertAccess: configs.AutoAccess, AccessModel: model,
+	})
+	r.run()
+	x, ok := r.store.MissTimes()
+	if s := r.store.Stats(); s.ReadDivided == 0 || !ok || x.ReadByte < 2/mo.HostLink.BytesPerSecond {
+		t.Errorf("%d bytes were read, with these estimates: %+v", s.ReadDivided, x)
+	}
+}
+
+// TestCPUExpertsReset: nothing of a failed step's layer is measured, or added, in the next one.
+func TestCPUExpertsReset(t *testing.T) {
+	r := newRig(t, "mixtral", 1, emulated.Options{Virtual: true}, Options{CPUExperts: host, CPUShare: cpuShare(1), SmallBatchTokens: 64})
+	h := r.p.cpu
+	h.work, h.readBytes, h.pairs, h.added = []experts.ComputedExpert{{Rows: 1, Share: 1}}, 1, []int{1}, []int{2}
+	check(t, h.Reset(t.Context()))
+	if len(h.work)+len(h.pairs)+len(h.added) > 0 || h.readBytes != 0 {
+		t.Errorf("%v, %d bytes, pairs %v and %v are left", h.work, h.readBytes, h.pairs, h.added)
 	}
 }
 

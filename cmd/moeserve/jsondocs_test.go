@@ -120,6 +120,7 @@ var fieldDocs = map[string]string{
 	"fetched_bytes":            "bytes of experts fetched, by the tier they came from",
 	"on_cpu":                   "misses that the CPU computed where the expert lies in host memory, so that it was not fetched",
 	"read_in_place_bytes":      "bytes of the experts that kernels read where they lie, by the tier",
+	"read_divided_bytes":       "of these, bytes in host memory of experts that were divided: the CPU computed with the rest, and `on_cpu` counts them",
 	"prefetch_predicted":       "prefetches predicted by the next layer's router",
 	"prefetch_used":            "of these, prefetches that the router then selected; over `prefetch_predicted` this is the prefetch accuracy",
 	"promoted":                 "peer copies made",
