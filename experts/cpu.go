@@ -37,15 +37,19 @@ type CPUShare struct {
 	// the first; and of 1 and the bytes. read is one of the time of a layer's divided expert, of 1 and the
 	// bytes that kernels read; link is of layers without one. copying is the bytes of copies of the latest
 	// layer. bytesPerSecond was assumed of the link lately.
-	cpu, link, read estimate
-	copying         int64
-	bytesPerSecond  float64
+	//
+	// alone is of the CPU in layers of which the link got nothing: where host memory does not feed both,
+	// that is less than cpu, which is of all layers.
+	cpu, alone, link, read estimate
+	copying                int64
+	bytesPerSecond         float64
 	// decided is when the latest layer was divided.
 	decided time.Duration
 	// layers counts divided layers; computed and copied are the latest of them in which the CPU, and
 	// the link, got experts, split is the latest with a divided one, and explored the latest that was
-	// divided otherwise.
+	// divided otherwise; exploredLink and exploredAlone are the latest for the estimates of these names.
 	layers, computed, copied, split, explored int
+	exploredLink, exploredAlone               int
 }
 
 // CPURate is how fast the CPU computes experts where they lie, as far as it is known before it has.
@@ -142,10 +146,24 @@ type ComputedExpert struct {
 func (c *CPUShare) Computed(l *kernels.ExpertLayout, list []ComputedExpert, took time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if len(list) > 0 && c.Auto() {
-		c.computed = c.layers
-		c.cpu.add(c.rate.time(l).terms(), quantities(list), took.Seconds())
+	if len(list) == 0 || !c.Auto() {
+		return
 	}
+	c.computed = c.layers
+	if c.copying == 0 && !slices.ContainsFunc(list, func(e ComputedExpert) bool { return e.Share < 1 }) {
+		c.exploredAlone = c.layers
+		c.alone.add(c.time(l).terms(), quantities(list), took.Seconds())
+	}
+	c.cpu.add(c.rate.time(l).terms(), quantities(list), took.Seconds())
+}
+
+// allOnCPU is the time until the CPU has computed all candidates, beside nothing on the link.
+func (c *CPUShare) allOnCPU(t CPUTime, list []candidate) (seconds float64) {
+	x := [terms]float64{1, float64(len(list)), 0}
+	for i := range list {
+		x[2] += float64(list[i].rows - 1)
+	}
+	return sum(c.alone.coefficients(t.terms()), x)
 }
 
 // quantities are the terms of the CPU's time for experts.
@@ -366,32 +384,44 @@ func (c *CPUShare) divide(l *kernels.ExpertLayout, link hostLink, list []candida
 		return d
 	}
 	c.layers++
-	seconds := t.longer(l.Size, link, list, d.onCPU)
-	if mayRead && c.divides && !c.exploreLink(l.Size, t, link, list, &d.onCPU) {
+	seconds, all := t.longer(l.Size, link, list, d.onCPU), c.allOnCPU(t, list)
+	if all < seconds {
+		d.onCPU, seconds = len(list), all
+	}
+	mayRead = mayRead && c.divides
+	switch {
+	case c.dueAlone(all, seconds):
+		d.onCPU, c.exploredAlone = len(list), c.layers
+	case mayRead && c.dueLink(l.Size, t, link, list, d.onCPU):
+		d.onCPU, c.exploredLink = min(d.onCPU, len(list)-1), c.layers
+	case mayRead:
 		if n, s := c.bestSplit(l, t, link, list, seconds); s.first > 0 {
 			c.split = c.layers
 			return division{onCPU: n, first: s.first, head: time.Duration(s.linkFree * float64(time.Second))}
 		}
+		fallthrough
+	default:
+		d.onCPU = c.explore(l.Size, t, link, list, d.onCPU)
 	}
-	d.onCPU = c.explore(l.Size, t, link, list, d.onCPU)
 	free := t.longer(l.Size, link, list, d.onCPU) - link.seconds(list[d.onCPU:])
 	d.head = time.Duration(free * float64(time.Second))
 	return d
 }
 
-// exploreLink reports whether the layer is divided into whole experts, one of them copied at least, so
-// that the link's time stays known where experts are divided otherwise.
-func (c *CPUShare) exploreLink(size int64, t CPUTime, link hostLink, list []candidate, onCPU *int) bool {
-	layers, interval := c.layers-max(c.copied, c.explored), staleInterval
+// dueAlone reports whether the CPU gets all experts, for its time where nothing is on the link.
+func (c *CPUShare) dueAlone(all, best float64) bool {
+	layers := c.layers - c.exploredAlone
+	return layers >= staleInterval && all < 2*best && all-best <= exploreCost*best*float64(layers)
+}
+
+// dueLink reports whether the layer is divided into whole experts, one of them copied at least, so that the
+// link's time stays known where experts are divided otherwise.
+func (c *CPUShare) dueLink(size int64, t CPUTime, link hostLink, list []candidate, best int) bool {
+	layers, interval := c.layers-max(c.copied, c.exploredLink), staleInterval
 	if c.link.count < warmUp {
 		interval = exploreInterval
 	}
-	other := min(*onCPU, len(list)-1)
-	if layers < interval || !c.worth(size, t, link, list, *onCPU, other, layers) {
-		return false
-	}
-	*onCPU, c.explored = other, c.layers
-	return true
+	return layers >= interval && c.worth(size, t, link, list, best, min(best, len(list)-1), layers)
 }
 
 // worth reports whether another division costs little enough for so many layers.
