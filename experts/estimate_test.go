@@ -146,6 +146,34 @@ func (h hostTimes) divisions(missing int) (all []division) {
 	return all
 }
 
+// play has a share divide a layer of the host, at the time now, and measure what then takes place.
+func (h hostTimes) play(auto *CPUShare, list []candidate, now time.Duration, r *rand.Rand) (cpu, link float64) {
+	noise := func(s float64) time.Duration {
+		return time.Duration(s * (1 + 0.05*r.NormFloat64()) * float64(time.Second))
+	}
+	forCPU(list)
+	d := auto.divide(&mixtralExpert, hostLink{bytesPerSecond: 50e9}, list, h.readRate > 0, now)
+	cpu, link = h.layer(list, d)
+	copies, reads := copiedBytes(list, d), readBytes(d)
+	copied, read := h.onLink(copies, reads)
+	auto.fetching(int64(copies))
+	auto.Computed(&mixtralExpert, computed(list, d), noise(cpu))
+	if copied > 0 {
+		auto.arrived(int64(copies), now+noise(copied))
+	}
+	auto.ReadInPlace(int64(reads), noise(read))
+	return cpu, link
+}
+
+// best is the shortest time of a layer, of all divisions.
+func (h hostTimes) best(list []candidate) float64 {
+	best := math.Inf(1)
+	for _, d := range h.divisions(len(list)) {
+		best = min(best, max(h.layer(list, d)))
+	}
+	return best
+}
+
 // simulate lets shares divide layers of a host, and returns the seconds of the layers behind the
 // first, with each share and with the best division of each layer; changed applies from the middle on.
 func simulate(layers, first, missing int, before, after hostTimes, auto *CPUShare) (seconds map[string]float64) {
@@ -161,29 +189,13 @@ func simulate(layers, first, missing int, before, after hostTimes, auto *CPUShar
 		for range missing - missing/2 + r.IntN(missing/2*2+1) {
 			list = append(list, candidate{expert: len(list), rows: 1 + r.IntN(2), left: mixtralExpert.Size})
 		}
-		forCPU(list)
-		d := auto.divide(&mixtralExpert, hostLink{bytesPerSecond: 50e9}, list, h.readRate > 0, now)
-		cpu, link := h.layer(list, d)
-		noise := func(s float64) time.Duration {
-			return time.Duration(s * (1 + 0.05*r.NormFloat64()) * float64(time.Second))
-		}
-		copied, read := h.onLink(copiedBytes(list, d), readBytes(d))
-		auto.fetching(int64(copiedBytes(list, d)))
-		auto.Computed(&mixtralExpert, computed(list, d), noise(cpu))
-		if copied > 0 {
-			auto.arrived(int64(copiedBytes(list, d)), now+noise(copied))
-		}
-		auto.ReadInPlace(int64(readBytes(d)), noise(read))
+		cpu, link := h.play(auto, list, now, r)
 		now += time.Second
 		if i < first || i >= layers/2 && i < layers/2+first {
 			continue
 		}
 		seconds["auto"] += max(cpu, link)
-		best := math.Inf(1)
-		for _, d := range h.divisions(len(list)) {
-			best = min(best, max(h.layer(list, d)))
-		}
-		seconds["best"] += best
+		seconds["best"] += h.best(list)
 		for tenths := range 11 {
 			seconds[fmt.Sprint("fraction ", float64(tenths)/10)] += max(h.layer(list, division{onCPU: int(math.Round(float64(tenths) / 10 * float64(len(list))))}))
 		}
@@ -239,9 +251,6 @@ func converged(r *rand.Rand, missing, spread int, before, after hostTimes) float
 	const layers, changed, counted = 40000, 3000, 36000
 	auto := NewCPUShare(AutoCPUShare, serverCPU)
 	auto.Divide()
-	noise := func(s float64) time.Duration {
-		return time.Duration(s * (1 + 0.05*r.NormFloat64()) * float64(time.Second))
-	}
 	took, best, now := 0.0, 0.0, time.Duration(0)
 	bests := map[int]float64{}
 	for i := range layers {
@@ -253,28 +262,16 @@ func converged(r *rand.Rand, missing, spread int, before, after hostTimes) float
 		for e := range list {
 			list[e] = candidate{expert: e, rows: 1, left: mixtralExpert.Size}
 		}
-		forCPU(list)
-		d := auto.divide(&mixtralExpert, hostLink{bytesPerSecond: 50e9}, list, true, now)
-		onCPU, link := h.layer(list, d)
-		copied, read := h.onLink(copiedBytes(list, d), readBytes(d))
-		auto.fetching(int64(copiedBytes(list, d)))
-		auto.Computed(&mixtralExpert, computed(list, d), noise(onCPU))
-		if copied > 0 {
-			auto.arrived(int64(copiedBytes(list, d)), now+noise(copied))
-		}
-		auto.ReadInPlace(int64(readBytes(d)), noise(read))
+		cpu, link := h.play(auto, list, now, r)
 		now += time.Second
 		if i < counted {
 			continue
 		}
 		n := len(list)
 		if bests[n] == 0 {
-			bests[n] = math.Inf(1)
-			for _, d := range h.divisions(n) {
-				bests[n] = min(bests[n], max(h.layer(list, d)))
-			}
+			bests[n] = h.best(list)
 		}
-		took, best = took+max(onCPU, link), best+bests[n]
+		took, best = took+max(cpu, link), best+bests[n]
 	}
 	return took / best
 }

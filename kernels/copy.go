@@ -48,18 +48,24 @@ const (
 	maxCopyBlockBytes = copyWord << 30
 )
 
+// addresses checks tables of the addresses of blocks, or rows, that are read and written.
+func (c *checker) addresses(src, dst *Tensor, what string) {
+	c.tensor("Src", src, uint64Only, 1)
+	c.list("Dst", dst, uint64Only, src.Shape[0], "Src")
+	if c.ok() && src.Shape[0] > maxCopyBlocks {
+		c.failf("Src is %v, want at most %d %s", *src, maxCopyBlocks, what)
+	}
+}
+
 // Name implements Op.
 func (*CopyBlocks) Name() string { return "copy_blocks" }
 
 // Check implements Op.
 func (o *CopyBlocks) Check() error {
 	c := checker{op: o.Name()}
-	c.tensor("Src", &o.Src, uint64Only, 1)
-	c.list("Dst", &o.Dst, uint64Only, o.Src.Shape[0], "Src")
+	c.addresses(&o.Src, &o.Dst, "blocks")
 	switch {
 	case !c.ok():
-	case o.Src.Shape[0] > maxCopyBlocks:
-		c.failf("Src is %v, want at most %d blocks", o.Src, maxCopyBlocks)
 	case o.BlockBytes <= 0 || o.BlockBytes%copyWord != 0 || o.BlockBytes > maxCopyBlockBytes:
 		c.failf("BlockBytes is %d, want a multiple of %d of at most %d", o.BlockBytes, copyWord, int64(maxCopyBlockBytes))
 	case o.ThreadBlocks < 0:
@@ -81,12 +87,9 @@ func (*AddRows) Name() string { return "add_rows" }
 // Check implements Op.
 func (o *AddRows) Check() error {
 	c := checker{op: o.Name()}
-	c.tensor("Src", &o.Src, uint64Only, 1)
-	c.list("Dst", &o.Dst, uint64Only, o.Src.Shape[0], "Src")
+	c.addresses(&o.Src, &o.Dst, "rows")
 	switch {
 	case !c.ok():
-	case o.Src.Shape[0] > maxCopyBlocks:
-		c.failf("Src is %v, want at most %d rows", o.Src, maxCopyBlocks)
 	case int(o.DType) >= len(dtypes):
 		c.failf("DType is unknown type %d, want %v", uint8(o.DType), floats)
 	case !floats.has(o.DType):

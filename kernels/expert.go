@@ -33,8 +33,8 @@ func (p *ExpertGEMM) columns() Columns {
 	return p.Columns
 }
 
-// Part returns the first column that is computed, and how many are.
-func (p *ExpertGEMM) Part() (first, n int) {
+// ColumnRange returns the first column that is computed, and how many are.
+func (p *ExpertGEMM) ColumnRange() (first, n int) {
 	c := p.columns()
 	return c.First, c.End - c.First
 }
@@ -107,7 +107,7 @@ func (p *ExpertGEMM) declare(d *Decl, matrices int64) {
 		return
 	}
 	pairs := (order*listed + all - 1) / all
-	_, n := p.Part()
+	_, n := p.ColumnRange()
 	matrix := int64(p.Layout.Hidden) * int64(n)
 	d.Bytes += min(listed, order) * matrices * matrix * int64(p.Layout.DType.Size())
 	d.Bytes += pairs * int64(p.Layout.Hidden+n) * int64(p.X.DType.Size())

@@ -311,7 +311,7 @@ func (m matrix) declare(read func(device.Range)) {
 func listedPairs(op string, p *kernels.ExpertGEMM) ([]expertPairs, error) {
 	starts, pairs, extents := vector[int32](&p.Offsets), vector[int32](&p.Order), vector[uint64](&p.Slots)
 	seen := make([]bool, len(extents))
-	column, columns := p.Part()
+	column, columns := p.ColumnRange()
 	found := make([]expertPairs, 0, p.Experts.Shape[0])
 	for i, e := range vector[int32](&p.Experts) {
 		if int(e) < 0 || int(e) >= len(extents) {

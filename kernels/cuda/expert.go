@@ -70,7 +70,7 @@ func (l *streamState) hopperExpertGEMM(op string, mode kernelID, p *kernels.Expe
 			op, *x, uint64(x.Addr), *out, uint64(out.Addr))
 	}
 	columns, inner := out.Shape[1], x.Shape[1]
-	first, _ := p.Part()
+	first, _ := p.ColumnRange()
 	a := expertArgs{
 		x: address(x), out: address(out), offsets: address(&p.Offsets), order: address(&p.Order), slots: address(&p.Slots), experts: address(&p.Experts),
 		xStride: int64(x.Stride[0]), outStride: int64(out.Stride[0]),

@@ -232,7 +232,7 @@ func (l *streamState) experts(op string, mode kernelID, p *kernels.ExpertGEMM) e
 		return l.hopperExpertGEMM(op, mode, p)
 	}
 	columns, inner, matrix := p.Out.Shape[1], p.X.Shape[1], int64(p.Layout.Hidden)*int64(p.Layout.Intermediate)
-	first, _ := p.Part()
+	first, _ := p.ColumnRange()
 	start, stride := int64(first)*int64(p.Layout.Hidden), p.Layout.Hidden
 	if mode == downMode {
 		start, stride = 2*matrix+int64(first), p.Layout.Intermediate
