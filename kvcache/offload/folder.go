@@ -160,7 +160,7 @@ func own(fd int, kind uint32) (size int64, ok bool) {
 }
 
 // The header of a file: magic, key, XXH3 of the content. All numbers are little-endian.
-// XXH3 in place of CRC-32C: a block is verified at twice the rate and more (BenchmarkReadFiles).
+// XXH3 in place of CRC-32C: behind a read from the page cache it takes less than half of the time.
 const (
 	fileMagic   = "moeKVb2\n"
 	headerBytes = len(fileMagic) + len(kvcache.Key{}) + 8
