@@ -41,8 +41,14 @@ type CPUShare struct {
 	// alone is of the CPU in layers of which the link got nothing: where host memory does not feed both,
 	// that is less than cpu, which is of all layers.
 	cpu, alone, link, read estimate
-	copying                int64
-	bytesPerSecond         float64
+	// rest is the time from the division of a layer to that of the next, beyond the longest of the times that
+	// were told of it, by how the layer was divided: that of more launches, and of work that copies delay.
+	rest [kinds]restTime
+	// latest is how the latest layer was divided, told the longest time that was told of it.
+	latest         kind
+	told           time.Duration
+	copying        int64
+	bytesPerSecond float64
 	// decided is when the latest layer was divided.
 	decided time.Duration
 	// layers counts divided layers; computed and copied are the latest of them in which the CPU, and
@@ -50,6 +56,58 @@ type CPUShare struct {
 	// divided otherwise; exploredLink and exploredAlone are the latest for the estimates of these names.
 	layers, computed, copied, split, explored int
 	exploredLink, exploredAlone               int
+}
+
+// kind is how a layer was divided.
+type kind int
+
+const (
+	undivided kind = iota // nothing was missing
+	onLink
+	onCPU
+	onBoth
+	kinds = iota
+)
+
+// restTime is a mean of recent times, of which those count less that are far from it.
+type restTime struct {
+	seconds float64
+	count   int
+}
+
+const restRemembered = 32
+
+func (r *restTime) add(seconds float64) {
+	r.count++
+	if r.count > restRemembered/4 {
+		seconds = min(max(seconds, r.seconds/2), 2*r.seconds)
+	}
+	r.seconds += (seconds - r.seconds) / float64(min(r.count, restRemembered))
+}
+
+// extra is by how much longer a layer takes that is divided as k, beyond what is told of it, than one whose
+// experts the CPU computes alone; 0 where that is not known.
+func (c *CPUShare) extra(k kind) float64 {
+	if c.rest[k].count == 0 || c.rest[onCPU].count == 0 {
+		return 0
+	}
+	return c.rest[k].seconds - c.rest[onCPU].seconds
+}
+
+// extras are those, in seconds, of layers of which the link gets all experts, and of which both get some.
+type extras struct{ link, both float64 }
+
+func (c *CPUShare) extras() extras { return extras{link: c.extra(onLink), both: c.extra(onBoth)} }
+
+// of is that of a layer of so many experts of which the CPU gets n.
+func (x extras) of(n, experts int) float64 {
+	switch n {
+	case experts:
+		return 0
+	case 0:
+		return x.link
+	}
+	return x.both
 }
 
 // CPURate is how fast the CPU computes experts where they lie, as far as it is known before it has.
@@ -149,7 +207,7 @@ func (c *CPUShare) Computed(l *kernels.ExpertLayout, list []ComputedExpert, took
 	if len(list) == 0 || !c.Auto() {
 		return
 	}
-	c.computed = c.layers
+	c.computed, c.told = c.layers, max(c.told, took)
 	if c.copying == 0 && !slices.ContainsFunc(list, func(e ComputedExpert) bool { return e.Share < 1 }) {
 		c.exploredAlone = c.layers
 		c.alone.add(c.time(l).terms(), quantities(list), took.Seconds())
@@ -159,11 +217,15 @@ func (c *CPUShare) Computed(l *kernels.ExpertLayout, list []ComputedExpert, took
 
 // allOnCPU is the time until the CPU has computed all candidates, beside nothing on the link.
 func (c *CPUShare) allOnCPU(t CPUTime, list []candidate) (seconds float64) {
-	x := [terms]float64{1, float64(len(list)), 0}
+	return sum(c.alone.coefficients(t.terms()), [terms]float64{1, float64(len(list)), rowsBeyond(list)})
+}
+
+// rowsBeyond is the candidates' rows beyond the first of each.
+func rowsBeyond(list []candidate) (rows float64) {
 	for i := range list {
-		x[2] += float64(list[i].rows - 1)
+		rows += float64(list[i].rows - 1)
 	}
-	return sum(c.alone.coefficients(t.terms()), x)
+	return rows
 }
 
 // quantities are the terms of the CPU's time for experts.
@@ -184,6 +246,7 @@ func (c *CPUShare) ReadInPlace(bytes int64, took time.Duration) {
 	if !c.Auto() || c.bytesPerSecond <= 0 || bytes <= 0 {
 		return
 	}
+	c.told = max(c.told, took)
 	x, seconds := [terms]float64{1, float64(bytes), 0}, took.Seconds()
 	if c.copying > 0 { // it tells something only where copies have not held kernels up, or less than estimated
 		link := c.link.coefficients(c.linkTerms())
@@ -220,16 +283,17 @@ func (c *CPUShare) linkTerms() [terms]float64 {
 	return [terms]float64{linkStart.Seconds(), 1 / c.bytesPerSecond, 0}
 }
 
-// arrived records when so many bytes of the latest layer had arrived over the link, on the machine's
-// clock.
-func (c *CPUShare) arrived(bytes int64, at time.Duration) {
+// Fetched records how long after the latest layer was divided kernels had computed with the experts that
+// the link copied for it.
+func (c *CPUShare) Fetched(took time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.bytesPerSecond <= 0 || bytes <= 0 || c.split == c.layers && c.layers > 0 {
+	c.told = max(c.told, took)
+	if c.bytesPerSecond <= 0 || c.copying <= 0 || c.split == c.layers && c.layers > 0 {
 		return // of a layer with a divided expert: kernels have read over the link, too
 	}
 	c.copied = c.layers
-	c.link.add(c.linkTerms(), [terms]float64{1, float64(bytes), 0}, (at - c.decided).Seconds())
+	c.link.add(c.linkTerms(), [terms]float64{1, float64(c.copying), 0}, took.Seconds())
 }
 
 // candidate is an expert that may be computed on the CPU.
@@ -270,19 +334,19 @@ func forCPU(list []candidate) {
 }
 
 // divide returns how many of the first candidates, of that size, the CPU computes so that all experts
-// are there, or computed, as early as possible. A copy in progress goes on, in vain, where the CPU
-// computes its expert.
-func (t CPUTime) divide(size int64, link hostLink, list []candidate) (onCPU int) {
+// are there, or computed, as early as possible, and when. A copy in progress goes on, in
+// vain, where the CPU computes its expert.
+func (t CPUTime) divide(size int64, link hostLink, list []candidate, x extras) (onCPU int, seconds float64) {
 	if link.bytesPerSecond <= 0 {
-		return 0 // nothing to compare with
+		return 0, 0 // nothing to compare with
 	}
-	best := math.Inf(1)
+	seconds = math.Inf(1)
 	for n := range len(list) + 1 {
-		if seconds := t.longer(size, link, list, n); seconds < best {
-			onCPU, best = n, seconds
+		if s := t.longer(size, link, list, n) + x.of(n, len(list)); s < seconds {
+			onCPU, seconds = n, s
 		}
 	}
-	return onCPU
+	return onCPU, seconds
 }
 
 // longer is the time until all experts are there if the CPU computes the first n.
@@ -373,45 +437,63 @@ type division struct {
 	head time.Duration
 }
 
-// divide divides the open layer, at the time now. mayRead: kernels can read host memory.
-func (c *CPUShare) divide(l *kernels.ExpertLayout, link hostLink, list []candidate, mayRead bool, now time.Duration) (d division) {
+// divide divides the open layer, at the time now. mayRead: kernels can read host memory. follows: the latest
+// layer that was divided is the one before.
+func (c *CPUShare) divide(l *kernels.ExpertLayout, link hostLink, list []candidate, mayRead, follows bool, now time.Duration) (d division) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.decided = now
-	t, link := c.time(l), c.measuredLink(link)
-	d.onCPU = t.divide(l.Size, link, list)
-	if len(list) == 0 || link.bytesPerSecond <= 0 {
+	if c.latest != undivided && follows {
+		c.rest[c.latest].add(max(0, (now - c.decided - c.told).Seconds()))
+	}
+	c.decided, c.latest, c.told = now, undivided, 0
+	if link = c.measuredLink(link); len(list) == 0 || link.bytesPerSecond <= 0 {
 		return d
 	}
 	c.layers++
-	seconds, all := t.longer(l.Size, link, list, d.onCPU), c.allOnCPU(t, list)
-	if all < seconds {
-		d.onCPU, seconds = len(list), all
+	d = c.choose(l, link, list, mayRead && c.divides)
+	switch {
+	case d.onCPU == len(list):
+		c.latest = onCPU
+	case d.onCPU == 0 && d.first == 0:
+		c.latest = onLink
+	default:
+		c.latest = onBoth
 	}
-	mayRead = mayRead && c.divides
+	return d
+}
+
+func (c *CPUShare) choose(l *kernels.ExpertLayout, link hostLink, list []candidate, mayRead bool) (d division) {
+	t, x := c.time(l), c.extras()
+	n, seconds := t.divide(l.Size, link, list, x)
+	all := c.allOnCPU(t, list)
+	if all < seconds {
+		n, seconds = len(list), all
+	}
 	switch {
 	case c.dueAlone(all, seconds):
-		d.onCPU, c.exploredAlone = len(list), c.layers
-	case mayRead && c.dueLink(l.Size, t, link, list, d.onCPU):
-		d.onCPU, c.exploredLink = min(d.onCPU, len(list)-1), c.layers
+		n, c.exploredAlone = len(list), c.layers
+	case mayRead && c.dueLink(l.Size, t, link, list, n):
+		n, c.exploredLink = min(n, len(list)-1), c.layers
 	case mayRead:
-		if n, s := c.bestSplit(l, t, link, list, seconds); s.first > 0 {
+		if n, s := c.bestSplit(l, t, link, list, seconds-x.both); s.first > 0 {
 			c.split = c.layers
 			return division{onCPU: n, first: s.first, head: time.Duration(s.linkFree * float64(time.Second))}
 		}
 		fallthrough
 	default:
-		d.onCPU = c.explore(l.Size, t, link, list, d.onCPU)
+		n = c.explore(l.Size, t, link, list, n)
 	}
-	free := t.longer(l.Size, link, list, d.onCPU) - link.seconds(list[d.onCPU:])
-	d.head = time.Duration(free * float64(time.Second))
-	return d
+	free := t.longer(l.Size, link, list, n) - link.seconds(list[n:])
+	return division{onCPU: n, head: time.Duration(free * float64(time.Second))}
 }
 
 // dueAlone reports whether the CPU gets all experts, for its time where nothing is on the link.
 func (c *CPUShare) dueAlone(all, best float64) bool {
-	layers := c.layers - c.exploredAlone
-	return layers >= staleInterval && all < 2*best && all-best <= exploreCost*best*float64(layers)
+	layers, interval := c.layers-c.exploredAlone, staleInterval
+	if c.alone.count < warmUp {
+		interval = exploreInterval / 4
+	}
+	return layers >= interval && all < 2*best && all-best <= exploreCost*best*float64(layers)
 }
 
 // dueLink reports whether the layer is divided into whole experts, one of them copied at least, so that the
@@ -451,7 +533,8 @@ func (c *CPUShare) bestSplit(l *kernels.ExpertLayout, t CPUTime, link hostLink, 
 func (c *CPUShare) predict(l *kernels.ExpertLayout, link hostLink, list []candidate) (onCPU int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.time(l).divide(l.Size, c.measuredLink(link), list)
+	onCPU, _ = c.time(l).divide(l.Size, c.measuredLink(link), list, c.extras())
+	return onCPU
 }
 
 // measuredLink is a link with what layers have measured of it.
@@ -514,10 +597,9 @@ type cpuWork struct {
 	head time.Duration
 	// mapped is the number of the latest step for which it was asked where kernels read host memory.
 	mapped uint64
-	// copies are those from host memory that the latest layer of Auto waits for, of so many bytes when
-	// it was divided.
-	copies []*fetch
-	bytes  int64
+	// step and position are of the latest layer that was divided by time.
+	step     uint64
+	position int
 }
 
 // chooseCPU unmarks those experts that the CPU computes among the marked ones of a layer, and leaves
@@ -556,7 +638,9 @@ func (s *steps) chooseCPU(position int, marked []bool, predicted bool) {
 			if link.bytesPerSecond > 0 {
 				link.head = -time.Duration(float64(max(0, s.fetch.hostBytesLeft()-begun)) / link.bytesPerSecond * float64(time.Second))
 			}
-			d := w.share.divide(&s.plan.Layout, link, w.list, s.hostReadable(), s.now())
+			follows := w.step == s.number && w.position == position-1
+			w.step, w.position = s.number, position
+			d := w.share.divide(&s.plan.Layout, link, w.list, s.hostReadable(), follows, s.now())
 			n, w.first, w.head = d.onCPU, d.first, d.head
 			if w.first > 0 {
 				n++
@@ -569,41 +653,20 @@ func (s *steps) chooseCPU(position int, marked []bool, predicted bool) {
 	}
 }
 
-// measureLink tells the share when the latest layer's experts had arrived over the link, if they have.
-func (s *steps) measureLink() {
-	w := &s.cpu
-	last := time.Duration(0)
-	for _, c := range w.copies {
-		if at, landed := c.ticket.LandedAt(); landed {
-			last = max(last, at)
-		} else {
-			w.bytes = 0
-		}
-		s.fetch.unref(c)
+// awaitLink tells the share how much the link copies for the open layer, and reports whether it waits for
+// copies of these experts from host memory.
+func (s *steps) awaitLink(position int, missing []int) (waits bool) {
+	share := s.cpu.share
+	if share == nil || !share.Auto() {
+		return false
 	}
-	if len(w.copies) > 0 {
-		w.share.arrived(w.bytes, last)
-	}
-	clear(w.copies)
-	w.copies = w.copies[:0]
-}
-
-// awaitLink keeps the copies that the layer waits for, of these experts, for measureLink.
-func (s *steps) awaitLink(position int, missing []int) {
-	w := &s.cpu
-	if w.share == nil || !w.share.Auto() {
-		return
-	}
+	share.fetching(s.fetch.hostBytesLeft())
 	for _, e := range missing {
 		for _, c := range s.fetch.slotFetch(ID{position, e}).copies {
-			if c.from == device.Host && !c.ticket.Ended() && !slices.Contains(w.copies, c) {
-				c.refs++
-				w.copies = append(w.copies, c)
-			}
+			waits = waits || c.from == device.Host && !c.ticket.Ended()
 		}
 	}
-	w.bytes = s.fetch.hostBytesLeft()
-	w.share.fetching(w.bytes)
+	return waits
 }
 
 // computeOnCPU unmarks those of the open layer's routed experts that the CPU computes, counts them, and
@@ -612,7 +675,6 @@ func (s *steps) computeOnCPU(position int, chosen []int32) {
 	if s.cpu.share == nil {
 		return
 	}
-	s.measureLink()
 	s.countRows(chosen)
 	s.chooseCPU(position, s.layers[position].routed, false)
 	w := &s.cpu

@@ -32,6 +32,9 @@ type Use struct {
 	// OnCPU are the other routed experts, which the CPU computes: see Options.CPU. Of one the CPU may
 	// compute a part (CPUShare.Divide). They are valid until Release.
 	OnCPU []HostExpert
+	// AwaitsHost: by FetchChosen of a layer that is divided by time: Waves wait for copies from host memory
+	// that have not ended (see CPUShare.Fetched).
+	AwaitsHost bool
 	// All lists the experts of all waves of Layer, [n] I32 in device memory.
 	All kernels.Tensor
 

@@ -255,7 +255,7 @@ func (s *steps) fetchChosen(ctx context.Context, position int, chosen []int32) (
 	if err := s.fetchAll(position, missing, waves); err != nil {
 		return Use{}, err
 	}
-	s.awaitLink(position, missing)
+	waits := s.awaitLink(position, missing)
 	if err := s.updateRow(ctx, position); err != nil {
 		return Use{}, err
 	}
@@ -267,7 +267,7 @@ func (s *steps) fetchChosen(ctx context.Context, position int, chosen []int32) (
 		}
 	}
 	s.countUse(position, missing)
-	return Use{Slots: s.tables.rows[position].slots, Waves: l.waves[first:], OnCPU: s.cpu.chose}, nil
+	return Use{Slots: s.tables.rows[position].slots, Waves: l.waves[first:], OnCPU: s.cpu.chose, AwaitsHost: waits}, nil
 }
 
 // skipOthers releases the slots of experts that are not marked as routed, and skips copies into them
@@ -446,11 +446,6 @@ func (s *steps) reset(ctx context.Context) error {
 		clear(l.predicted)
 		s.listAll(i)
 	}
-	for _, c := range s.cpu.copies {
-		s.fetch.unref(c)
-	}
-	clear(s.cpu.copies)
-	s.cpu.copies = s.cpu.copies[:0]
 	s.tables.reset()
 	if s.inPlace.running && s.inPlace.usesPeers {
 		s.fetch.peerBackoff = max(s.fetch.peerBackoff, 1) // the peers' memory may have been the cause

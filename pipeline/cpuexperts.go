@@ -47,6 +47,9 @@ type cpuExperts struct {
 	// read is recorded behind the kernels of the divided expert, whose bytes they read; 0: there is none.
 	read      device.Event
 	readBytes int64
+	// fetched is recorded behind the kernels of the experts that the link copied, if fetching.
+	fetched  device.Event
+	fetching bool
 	// pairs are the (token, k) pairs of the layer's experts on the host, added those of the divided one,
 	// which are not among them.
 	pairs, added []int
@@ -130,6 +133,9 @@ func newCPUExperts(o *Options) (h *cpuExperts, err error) {
 	if h.read, err = o.Machine.NewEvent(); err != nil {
 		return h, err
 	}
+	if h.fetched, err = o.Machine.NewEvent(); err != nil {
+		return h, err
+	}
 	if h.computed, err = o.Machine.NewFence("experts on the CPU computed"); err == nil {
 		h.value = h.computed.Value()
 	}
@@ -145,15 +151,14 @@ func (h *cpuExperts) copyInput(x *executor, tokens forward.Span) error {
 }
 
 // enqueue starts the computation of a layer's experts on the host. ids are the router's selection,
-// of K experts for each token, which the host has waited for. The latest layer's are done.
+// of K experts for each token, which the host has waited for. The latest layer's are done, and measured.
 func (h *cpuExperts) enqueue(ids []int32, list []experts.HostExpert) error {
-	h.measure()
+	h.decided = h.share.Decided()
 	h.pairs, h.added = h.pairs[:0], h.added[:0]
 	if len(list) == 0 {
 		return nil
 	}
 	h.writeTables(ids, list)
-	h.decided = h.share.Decided()
 	h.value++
 	b, n := &h.buffers, len(ids)
 	h.ffn.First = b.first.Slice(0, len(list))
@@ -311,21 +316,38 @@ func copyAll(s device.Stream, dst, src []device.Range) error {
 	return nil
 }
 
+// recordFetched is called behind the kernels of a layer's experts that the link copies.
+func (h *cpuExperts) recordFetched(s device.Stream) error {
+	h.fetching = true
+	return s.Record(h.fetched)
+}
+
 // measure tells the share when the latest layer's experts were computed, which they are.
 func (h *cpuExperts) measure() {
-	if len(h.work) == 0 {
-		return
+	took := func(e device.Event) (time.Duration, bool) {
+		at, err := e.Time()
+		return at - h.decided, err == nil
 	}
-	if ended, err := h.ended.Time(); err == nil {
-		h.share.Computed(&h.layout, h.work, ended-h.decided)
-	}
-	if h.readBytes > 0 {
-		if ended, err := h.read.Time(); err == nil {
-			h.share.ReadInPlace(h.readBytes, ended-h.decided)
+	if len(h.work) > 0 {
+		if took, ok := took(h.ended); ok {
+			h.share.Computed(&h.layout, h.work, took)
 		}
 	}
-	h.work, h.readBytes = h.work[:0], 0
+	if h.readBytes > 0 {
+		if took, ok := took(h.read); ok {
+			h.share.ReadInPlace(h.readBytes, took)
+		}
+	}
+	if h.fetching {
+		if took, ok := took(h.fetched); ok {
+			h.share.Fetched(took)
+		}
+	}
+	h.forgetTimes()
 }
+
+// forgetTimes forgets what measure would read.
+func (h *cpuExperts) forgetTimes() { h.work, h.readBytes, h.fetching = h.work[:0], 0, false }
 
 // Err implements source: it returns the stream's error.
 func (h *cpuExperts) Err(ctx context.Context) error {
@@ -337,7 +359,8 @@ func (h *cpuExperts) Err(ctx context.Context) error {
 
 // Reset implements source.
 func (h *cpuExperts) Reset(ctx context.Context) error {
-	h.work, h.readBytes, h.pairs, h.added = h.work[:0], 0, h.pairs[:0], h.added[:0]
+	h.forgetTimes()
+	h.pairs, h.added = h.pairs[:0], h.added[:0]
 	return h.host.Recover(ctx)
 }
 
@@ -346,7 +369,7 @@ func (h *cpuExperts) close() error {
 	if h.host != nil {
 		errs = append(errs, h.host.Close())
 	}
-	for _, e := range []device.Event{h.ended, h.read} {
+	for _, e := range []device.Event{h.ended, h.read, h.fetched} {
 		if e != nil {
 			errs = append(errs, e.Close())
 		}

@@ -64,6 +64,7 @@ func TestDividedExperts(t *testing.T) {
 				CPUExperts: host, CPUShare: cpuShare(experts.AutoCPUShare), SmallBatchTokens: 64, MicroBatchTokens: []int{0, 7}[i%2],
 				ExpertAccess: configs.AutoAccess, AccessModel: model,
 			}
+			mo.Host.BytesPerSecond = 100e6 // a CPU that takes no time would get all
 			r := newRig(t, name, []float64{1, 0.5}[i%2], linked(mo), o)
 			var fault emulated.Fault
 			if i%3 == 2 {
@@ -105,6 +106,26 @@ func TestDividedExpertsMeasured(t *testing.T) {
 	x, ok := r.store.MissTimes()
 	if s := r.store.Stats(); s.ReadDivided == 0 || !ok || x.ReadByte < 2/mo.HostLink.BytesPerSecond {
 		t.Errorf("%d bytes were read, with these estimates: %+v", s.ReadDivided, x)
+	}
+}
+
+// TestFetchedExpertsMeasured: what kernels take for experts that the link has copied counts as the link's time,
+// as the CPU's ends with its results.
+func TestFetchedExpertsMeasured(t *testing.T) {
+	byByte := func(memory float64) float64 {
+		mo := linked(emulated.Options{Virtual: true, GPUs: []emulated.GPU{{BytesPerSecond: memory}}})
+		mo.Host.BytesPerSecond = 50e6
+		r := newRig(t, "mixtral", 1, mo, Options{CPUExperts: host, CPUShare: cpuShare(experts.AutoCPUShare), SmallBatchTokens: 64})
+		r.run()
+		x, ok := r.store.MissTimes()
+		if s := r.store.Stats(); s.Fetched[experts.Host] == 0 || !ok {
+			t.Errorf("%d bytes were copied: %+v", s.Fetched[experts.Host], x)
+		}
+		return x.LinkByte
+	}
+	// Each byte is written and read.
+	if slow, fast := byByte(20e6), byByte(20e9); slow-fast < 1/20e6/2 {
+		t.Errorf("a byte takes %v s with slow GPU memory, %v with fast", slow, fast)
 	}
 }
 

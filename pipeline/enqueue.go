@@ -225,6 +225,7 @@ func (q *enqueuer) enqueue(ctx context.Context, a Action, f *stepState) (err err
 		if err != nil {
 			return err
 		}
+		q.cpu.measure() // all behind the latest selection is behind this one, too
 		list, err := f.unrouted.ChooseOnCPU(ids)
 		if err != nil {
 			return err
@@ -238,6 +239,11 @@ func (q *enqueuer) enqueue(ctx context.Context, a Action, f *stepState) (err err
 			return err
 		}
 		if q.cpu != nil {
+			if f.use.AwaitsHost {
+				if err := q.cpu.recordFetched(x.stream); err != nil {
+					return err
+				}
+			}
 			if err := q.cpu.await(x, tokens, f.meter); err != nil {
 				return err
 			}
