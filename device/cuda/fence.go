@@ -289,10 +289,14 @@ func (f *fence) await(ctx context.Context, value uint32, helped *hostStream) err
 			if helped != nil {
 				most = watchNap
 			}
-			begin := time.Now()
+			first := time.Now()
+			begin := first
 			err := f.m.pollFrom(ctx, &begin, most, what, func() (bool, error) {
-				if helped != nil && helped.help() {
-					begin = time.Now() // a watch is due soon
+				if helped != nil && helped.help() { // a watch is due soon
+					begin = time.Now()
+					if begin.Sub(first) > spinShare*shortNap {
+						begin = begin.Add(-spinFor)
+					}
 				}
 				return f.reached(value), nil
 			})

@@ -16,7 +16,8 @@ import (
 // The host polls without a pause for spinFor, longer than most copies of a few MiB and than a
 // chunk of a large one take, then with short sleeps of the thread (Go's own timers may be late
 // by a millisecond while a program is idle) until napFor, then with timers. Each sleep is 1/napShare of the wait so far, between shortNap and longNap
-// (watchNap where chunks of copies follow what is waited for), which bounds the delay. Every probeEvery it checks whether the devices are alive.
+// (watchNap where chunks of copies follow what is waited for), which bounds the delay. Where it has slept until a
+// chunk is due, it polls again without a pause if a shortNap would be more than 1/spinShare of the wait so far. Every probeEvery it checks whether the devices are alive.
 // A host stream whose watches are not due does none of this: see outlook.
 const (
 	spinFor    = 200 * time.Microsecond
@@ -24,6 +25,7 @@ const (
 	shortNap   = 20 * time.Microsecond
 	longNap    = 200 * time.Microsecond
 	napShare   = 400
+	spinShare  = 100
 	pause      = time.Millisecond
 	probeEvery = 10 * time.Millisecond
 )
@@ -52,7 +54,7 @@ func (m *Machine) poll(ctx context.Context, most time.Duration, what func() stri
 }
 
 // pollFrom is poll for a wait that began at begin. done moves begin where what it looks for has become
-// likely again: from then on it is called without a pause.
+// likely again, so that sleeps are short, or there are none, from then on.
 func (m *Machine) pollFrom(ctx context.Context, begin *time.Time, most time.Duration, what func() string, done func() (bool, error)) error {
 	probed := *begin
 	var timer *time.Timer
