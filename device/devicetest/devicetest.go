@@ -1234,7 +1234,11 @@ func randomCopies(s *suite) {
 		}
 		for i, st := range sts {
 			if err := st.Synchronize(s.ctx); err != nil {
-				s.Fatalf("seed %d: stream %d: %v", seed, i, err)
+				var at []string
+				for j, f := range fences {
+					at = append(at, fmt.Sprintf("%s: %d of %d", sts[j].Space(), f.Value(), signaled[j]))
+				}
+				s.Fatalf("seed %d: stream %d: %v; streams have signaled %v", seed, i, err, at)
 			}
 		}
 		for i, b := range bufs {
