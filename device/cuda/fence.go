@@ -26,7 +26,10 @@ type word struct {
 
 const (
 	wordBytes = 64
-	slabBytes = 4096 // a page
+	// slabBytes is for 1,024 words, so that work in progress seldom needs another slab: the driver may
+	// allocate pinned memory only once the GPU is idle, and let nobody enqueue work until then, but a
+	// stream may be waiting for a fence that such work signals.
+	slabBytes = 64 << 10
 )
 
 // words allocates counters from pinned pages.
