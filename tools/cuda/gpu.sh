@@ -161,10 +161,14 @@ build() {
   du -h "$out/bundle.tar.xz"
 }
 
-# limit SECONDS PACKAGE-FOLDER LOG NAME COMMAND...: runs in the package's folder, and adds a line to the table.
+# limit SECONDS PACKAGE-FOLDER LOG NAME COMMAND...: runs in the package's folder, and adds a line to the table. Tests that
+# hang end a little sooner, with the stack of every goroutine.
 limit() {
-  local seconds=$1 folder=$2 log=$logs/$3.log name=$4 begin end code lines
+  local seconds=$1 folder=$2 log=$logs/$3.log name=$4 begin end code lines arg
   shift 4
+  for arg in "$@"; do
+    case $arg in */*.test) set -- "$@" "-test.timeout=$((seconds - 3))s" ;; esac
+  done
   lines=$(wc -l 2>/dev/null <"$log" || echo 0)
   { echo "=== $name: $*"; } >>"$log"
   begin=$(date +%s.%N)
@@ -301,17 +305,17 @@ run() {
       apart)
         limit 60 node node apart-same-routing "$work/node.test" -overlap=false -test.v -test.run GPUSameRouting
         limit 60 node node apart-same-tokens "$work/node.test" -overlap=false -test.v -test.run 'GPUSameTokens|GPUBatchInvariant|GPUGraphs|GPUNoGarbage'
-        limit 180 node presets apart-whole "$work/node.test" -test.v -test.timeout 180s -test.run GPUPresets -whole 'qwen1.5-moe-a2.7b@0,0a mixtral-8x7b@0,0a' \
+        limit 180 node presets apart-whole "$work/node.test" -test.v -test.run GPUPresets -whole 'qwen1.5-moe-a2.7b@0,0a mixtral-8x7b@0,0a' \
           -batches 1,324 -host-gib "$host" -steps "$logs/presets.json" ;;
       cli) limit 300 . cli cli python3 "$root/tools/cuda/gpu.py" cli "$work/moeserve" "$work/lose.so" ;;
       layers) limit 180 node node layers env TMPDIR="$work" "$work/node.test" "${overlap[@]}" -test.v -test.run GPULayers -python python3 ;;
       whole) limit 150 node presets whole-qwen "$work/node.test" "${overlap[@]}" -test.v -test.run GPUPresets -whole 'qwen1.5-moe-a2.7b@0,0.5,1' -host-gib "$host" -steps "$logs/presets.json" ;;
-      whole-mixtral) limit 280 node presets whole-mixtral "$work/node.test" "${overlap[@]}" -test.v -test.timeout 280s -test.run GPUPresets -whole 'mixtral-8x7b@0,0.5,1' -host-gib "$host" -steps "$logs/presets.json" ;;
+      whole-mixtral) limit 280 node presets whole-mixtral "$work/node.test" "${overlap[@]}" -test.v -test.run GPUPresets -whole 'mixtral-8x7b@0,0.5,1' -host-gib "$host" -steps "$logs/presets.json" ;;
       cpu-experts)
         limit 240 kernels/cpu bench cpu-experts-kernel "$work/kernels-cpu.test" -test.run '^$' -test.bench Experts -test.benchtime 30x
         grep '^Benchmark' "$work/said" | tee -a "$logs/table.log"
         for preset in ${CPU_EXPERTS:-qwen1.5-moe-a2.7b@0.5 mixtral-8x7b@0.5}; do
-          limit 400 node presets "cpu-experts-${preset%%-*}" "$work/node.test" -test.v -test.timeout 400s -test.run GPUCPUExperts -whole "$preset" \
+          limit 400 node presets "cpu-experts-${preset%%-*}" "$work/node.test" -test.v -test.run GPUCPUExperts -whole "$preset" \
             -cpu-experts "${CPU_CHOICES:-off auto auto-whole 0.5 1}" -batches 1,8 -layers "${LAYERS:-0}" -host-gib "$host"
           grep -o -- '--cpu-experts .*' "$work/said" | tee -a "$logs/table.log"
         done ;;
@@ -320,29 +324,29 @@ run() {
         limit 120 node node tiers "$work/node.test" "${overlap[@]}" -test.v -test.run 'GPUTiers' -peer 1
         [ "${TIERS:-}" != tests ] || continue
         limit 200 node presets tiers-qwen "$work/node.test" "${overlap[@]}" -test.v -test.run GPUPresets -peer 1 -whole 'qwen1.5-moe-a2.7b@0,0.5,0.5p,1,1p' -host-gib "$host" -steps "$logs/presets.json"
-        limit 280 node presets tiers-mixtral "$work/node.test" "${overlap[@]}" -test.v -test.timeout 280s -test.run GPUPresets -peer 1 -whole 'mixtral-8x7b@0.5,0.5p' -host-gib "$host" -steps "$logs/presets.json" ;;
+        limit 280 node presets tiers-mixtral "$work/node.test" "${overlap[@]}" -test.v -test.run GPUPresets -peer 1 -whole 'mixtral-8x7b@0.5,0.5p' -host-gib "$host" -steps "$logs/presets.json" ;;
       access)
         peers=() more=
         if [ "$(nvidia-smi --query-gpu=index --format=csv,noheader | wc -l)" -gt 1 ]; then peers=(-peer 1) more=,0.5pc,0.5pd,0.5p; fi
-        [ "${ACCESS_TEST:-}" = off ] || limit 300 node node in-place "$work/node.test" "${overlap[@]}" -test.v -test.timeout 300s -test.run 'GPUInPlace' "${peers[@]}"
+        [ "${ACCESS_TEST:-}" = off ] || limit 300 node node in-place "$work/node.test" "${overlap[@]}" -test.v -test.run 'GPUInPlace' "${peers[@]}"
         for model in ${ACCESS:-qwen1.5-moe-a2.7b qwen3-30b-a3b mixtral-8x7b}; do
           layers=()
           [ "$model" != mixtral-8x7b ] || layers=(-layers 16)
           [ -z "${LAYERS:-}" ] || layers=(-layers "$LAYERS")
-          limit 400 node presets "access-$model" "$work/node.test" "${overlap[@]}" -test.v -test.timeout 400s -test.run GPUPresets "${peers[@]}" "${layers[@]}" \
+          limit 400 node presets "access-$model" "$work/node.test" "${overlap[@]}" -test.v -test.run GPUPresets "${peers[@]}" "${layers[@]}" \
             -batches "${ACCESS_BATCHES:-1,2,4,8}" -whole "$model@${ACCESS_CELLS:-0,0.5c,0.5d,0.5$more}" -host-gib "$host" -steps "$logs/presets.json"
           grep -E 'decode of' "$work/said" | sed 's/.*_test.go:[0-9]*: //' | tee -a "$logs/table.log"
         done ;;
       multipath-tests)
         limit 180 transfer multipath multipath-tests "$work/transfer.test" -test.v -test.run GPU
-        limit 120 node node host-paths "$work/node.test" "${overlap[@]}" -test.v -test.timeout 120s -test.run 'GPUHostPaths' -peer 1 ;;
+        limit 120 node node host-paths "$work/node.test" "${overlap[@]}" -test.v -test.run 'GPUHostPaths' -peer 1 ;;
       sweep)
         limit 60 pipeline device orders "$work/pipeline.test" -test.v -test.run GPUOrders
         limit 90 . cli trace "$work/moeserve" bench throughput --device cuda --model mixtral-8x7b --load-format dummy --num-hidden-layers 8 \
           --host-memory-gib "$host" --offload-fraction 0.5 --offload-tier peer --peers 1 --num-prompts 324 --input-len 77 --output-len 6 \
           --warmup-tokens 1 --trials 1 --trace "$work/trace.json" --json "$logs/throughput.json"
         gzip -c "$work/trace.json" >"$logs/trace.json.gz"
-        limit 340 node presets sweep-mixtral "$work/node.test" "${overlap[@]}" -test.v -test.timeout 340s -test.run GPUPresets -peer 1 -batches 324,3240 \
+        limit 340 node presets sweep-mixtral "$work/node.test" "${overlap[@]}" -test.v -test.run GPUPresets -peer 1 -batches 324,3240 \
           -whole 'mixtral-8x7b@0,0.5p,0.5,1p,1' -host-gib "$host" -steps "$logs/presets.json" ;;
       predicted)
         limit 60 node cli planned-memory "$work/node.test" "${overlap[@]}" -test.v -test.run GPUPlanned
@@ -375,7 +379,7 @@ run() {
           # Builds take turns, so that what else runs on the machine hits both alike.
           for build in "" -base; do
             [ -x "$work/node$build.test" ] || continue
-            limit "$most" node guard "guard-$name$build" "$work/node$build.test" "${overlap[@]}" -test.v -test.timeout "${most}s" -test.run GPUPresets -peer 1 \
+            limit "$most" node guard "guard-$name$build" "$work/node$build.test" "${overlap[@]}" -test.v -test.run GPUPresets -peer 1 \
               "${cells[@]}" -host-gib "$host" -steps "$logs/guard$build.json"
           done
         done
@@ -388,7 +392,7 @@ run() {
           python3 "$root/tools/cuda/guard.py" compare "$logs/guard-base.json" "$logs/guard.json" 2>&1 | tee -a "$logs/table.log"
           [ "${PIPESTATUS[0]}" = 0 ] || failed=1
         fi ;;
-      soak) limit ${SOAK_LIMIT:-900} cmd/moeserve soak soak env MOESERVE_SOAK_DEVICE=cuda MOESERVE_SOAK_FOR="${SOAK:-1m}" MOESERVE_SOAK_SEED="${SOAK_SEED:-1}" "$work/cmd-moeserve.test" -test.v -test.timeout ${SOAK_LIMIT:-900}s -test.run TestSoak
+      soak) limit ${SOAK_LIMIT:-900} cmd/moeserve soak soak env MOESERVE_SOAK_DEVICE=cuda MOESERVE_SOAK_FOR="${SOAK:-1m}" MOESERVE_SOAK_SEED="${SOAK_SEED:-1}" "$work/cmd-moeserve.test" -test.v -test.run TestSoak
         sed -n '/^ *| what/,$p' "$work/said" ;;
       reclaim)
         limit 540 . reclaim reclaim python3 -u "$root/tools/cuda/reclaim.py" "$work/moeserve" "$work/reclaim.so" "$host"
@@ -401,7 +405,7 @@ run() {
         limit 90 device/cuda bench bench-device "$work/device-cuda.test" -test.run '^$' -test.bench . -test.benchtime 200ms ;;
       small)
         for preset in ${SMALL:-qwen1.5-moe-a2.7b qwen3-30b-a3b mixtral-8x7b}; do
-          limit 150 node presets "small-$preset" "$work/node.test" "${overlap[@]}" -test.v -test.timeout 150s -test.run GPUPresets -whole "$preset@0" \
+          limit 150 node presets "small-$preset" "$work/node.test" "${overlap[@]}" -test.v -test.run GPUPresets -whole "$preset@0" \
             -batches 1,8,64 -host-gib "$host" -steps "$logs/presets.json"
           sed -n "s/.*: decode of \([0-9]*\) sequences.*: \([0-9.]*\) ms, roofline \([0-9.]*\) ms.*/\1 \2 \3/p" "$work/said" |
             awk -v name="$preset" '{printf "  %s, %d sequences: %.2f ms, roofline %.2f ms: %.0f %%\n", name, $1, $2, $3, 100*$3/$2}' | tee -a "$logs/table.log"
@@ -471,8 +475,8 @@ run() {
         limit 120 . kv kv-kernel "$work/moeserve" bench kv --device cuda --peers 1 --host-memory-gib "$host" --hardware "$work/kv.json" --json "$work/reload-kernel.json"
         cat "$work/said"
         (cd "$work" && tar -czf "$logs/kv.tar.gz" reload*.json reload.csv reload.svg kv.json copies-*) ;;
-      lending) limit 900 node node lending "$work/node.test" "${overlap[@]}" -test.v -test.timeout 900s -test.run "${LENDING:-GPULending|GPUShift}" ${SHIFT:+-shift "$SHIFT"} ;;
-      kvtiers) limit 240 node node kvtiers "$work/node.test" "${overlap[@]}" -test.v -test.timeout 240s -test.run 'GPUKVTiers' -peer 1 ;;
+      lending) limit 900 node node lending "$work/node.test" "${overlap[@]}" -test.v -test.run "${LENDING:-GPULending|GPUShift}" ${SHIFT:+-shift "$SHIFT"} ;;
+      kvtiers) limit 240 node node kvtiers "$work/node.test" "${overlap[@]}" -test.v -test.run 'GPUKVTiers' -peer 1 ;;
       prefix) measure "${NAME:-prefix}" prefix --file-directory "$(files)" ${PREFIX:-phi-3.5-moe --load-format dummy --num-hidden-layers 8 --max-num-batched-tokens 8192} ;;
       hits) measure "${NAME:-hits}" prefix --file-directory "$(files)" ${HITS:-mixtral-8x7b --load-format dummy --num-hidden-layers 8 --max-num-batched-tokens 8192 --max-num-seqs 256
           --places hbm,peer,host,file --hits 0,0.5,1} ;;
@@ -495,7 +499,7 @@ run() {
         if [ -n "${SLEEP:-}" ]; then
           measure "${NAME:-sleep}" sleep $SLEEP
         else
-          limit 120 node node sleep "$work/node.test" "${overlap[@]}" -test.v -test.timeout 120s -test.run 'GPUSleep' -peer 1
+          limit 120 node node sleep "$work/node.test" "${overlap[@]}" -test.v -test.run 'GPUSleep' -peer 1
           for fraction in 0 0.5; do
             MEASURE_LIMIT=150 measure "sleep-qwen-$fraction" sleep qwen1.5-moe-a2.7b --load-format dummy --offload-fraction $fraction --repetitions 3 --asleep 1s
             MEASURE_LIMIT=240 measure "sleep-mixtral-$fraction" sleep mixtral-8x7b --load-format dummy --offload-fraction $fraction --levels 1 --repetitions 3 --asleep 1s
