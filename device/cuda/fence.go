@@ -295,11 +295,8 @@ func (f *fence) await(ctx context.Context, value uint32, helped *hostStream) err
 			first := time.Now()
 			begin := first
 			err := f.m.pollFrom(ctx, &begin, most, what, func() (bool, error) {
-				if helped != nil && helped.help() { // a watch is due soon
-					begin = time.Now()
-					if begin.Sub(first) > spinShare*shortNap {
-						begin = begin.Add(-spinFor)
-					}
+				if helped != nil && helped.help() {
+					begin = dueSoon(first, time.Now())
 				}
 				return f.reached(value), nil
 			})

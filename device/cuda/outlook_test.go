@@ -179,3 +179,16 @@ func TestDue(t *testing.T) {
 	}
 	r.ok(s.Close())
 }
+
+// TestDueSoon: a host that has waited for long sleeps shortly near a chunk's end, and polls without a pause in
+// a wait that this would make longer by more than 1 %.
+func TestDueSoon(t *testing.T) {
+	first := time.Unix(1, 0)
+	for waited, sleeps := range map[time.Duration]bool{0: false, 300 * time.Microsecond: false, 100*shortNap - 1: false, 100 * shortNap: true, time.Second: true} {
+		now := first.Add(waited)
+		polled := now.Sub(dueSoon(first, now))
+		if got := polled >= spinFor; got != sleeps || polled > 2*spinFor {
+			t.Errorf("after %v: as if polled for %v, so it sleeps: %v, want %v", waited, polled, got, sleeps)
+		}
+	}
+}

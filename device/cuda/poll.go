@@ -16,8 +16,8 @@ import (
 // The host polls without a pause for spinFor, longer than most copies of a few MiB and than a
 // chunk of a large one take, then with short sleeps of the thread (Go's own timers may be late
 // by a millisecond while a program is idle) until napFor, then with timers. Each sleep is 1/napShare of the wait so far, between shortNap and longNap
-// (watchNap where chunks of copies follow what is waited for), which bounds the delay. Where it has slept until a
-// chunk is due, it polls again without a pause if a shortNap would be more than 1/spinShare of the wait so far. Every probeEvery it checks whether the devices are alive.
+// (watchNap where chunks of copies follow what is waited for), which bounds the delay. Every probeEvery it
+// checks whether the devices are alive.
 // A host stream whose watches are not due does none of this: see outlook.
 const (
 	spinFor    = 200 * time.Microsecond
@@ -94,6 +94,16 @@ func (m *Machine) pollFrom(ctx context.Context, begin *time.Time, most time.Dura
 			}
 		}
 	}
+}
+
+// dueSoon is where polling begins anew, for pollFrom, in a wait since first that has slept until a chunk of a
+// copy is due soon: now, or so long before that it sleeps for shortNap between two looks, if that is at most
+// 1/spinShare of the wait so far.
+func dueSoon(first, now time.Time) (begin time.Time) {
+	if now.Sub(first) >= spinShare*shortNap {
+		return now.Add(-spinFor)
+	}
+	return now
 }
 
 // nap puts the thread to sleep for d; precise reduces how late it wakes.
