@@ -39,16 +39,11 @@ type CPUShare struct {
 	// layer. bytesPerSecond was assumed of the link lately.
 	//
 	// alone is of the CPU in layers of which the link got nothing: where host memory does not feed both,
-	// that is less than cpu, which is of all layers.
+	// that is less than cpu, which is of all layers, and beside times cpu, in the others.
 	cpu, alone, link, read estimate
-	// rest is the time from the division of a layer to that of the next, beyond the longest of the times that
-	// were told of it, by how the layer was divided: that of more launches, and of work that copies delay.
-	rest [kinds]restTime
-	// latest is how the latest layer was divided, told the longest time that was told of it.
-	latest         kind
-	told           time.Duration
-	copying        int64
-	bytesPerSecond float64
+	beside                 float64
+	copying                int64
+	bytesPerSecond         float64
 	// decided is when the latest layer was divided.
 	decided time.Duration
 	// layers counts divided layers; computed and copied are the latest of them in which the CPU, and
@@ -56,58 +51,6 @@ type CPUShare struct {
 	// divided otherwise; exploredLink and exploredAlone are the latest for the estimates of these names.
 	layers, computed, copied, split, explored int
 	exploredLink, exploredAlone               int
-}
-
-// kind is how a layer was divided.
-type kind int
-
-const (
-	undivided kind = iota // nothing was missing
-	onLink
-	onCPU
-	onBoth
-	kinds = iota
-)
-
-// restTime is a mean of recent times, of which those count less that are far from it.
-type restTime struct {
-	seconds float64
-	count   int
-}
-
-const restRemembered = 32
-
-func (r *restTime) add(seconds float64) {
-	r.count++
-	if r.count > restRemembered/4 {
-		seconds = min(max(seconds, r.seconds/2), 2*r.seconds)
-	}
-	r.seconds += (seconds - r.seconds) / float64(min(r.count, restRemembered))
-}
-
-// extra is by how much longer a layer takes that is divided as k, beyond what is told of it, than one whose
-// experts the CPU computes alone; 0 where that is not known.
-func (c *CPUShare) extra(k kind) float64 {
-	if c.rest[k].count == 0 || c.rest[onCPU].count == 0 {
-		return 0
-	}
-	return c.rest[k].seconds - c.rest[onCPU].seconds
-}
-
-// extras are those, in seconds, of layers of which the link gets all experts, and of which both get some.
-type extras struct{ link, both float64 }
-
-func (c *CPUShare) extras() extras { return extras{link: c.extra(onLink), both: c.extra(onBoth)} }
-
-// of is that of a layer of so many experts of which the CPU gets n.
-func (x extras) of(n, experts int) float64 {
-	switch n {
-	case experts:
-		return 0
-	case 0:
-		return x.link
-	}
-	return x.both
 }
 
 // CPURate is how fast the CPU computes experts where they lie, as far as it is known before it has.
@@ -138,7 +81,7 @@ const AutoCPUShare = -1
 // NewCPUShare returns a share with a fraction of experts from 0 to 1, or AutoCPUShare, and the rate
 // that is assumed until Computed has been called.
 func NewCPUShare(fraction float64, assumed CPURate) *CPUShare {
-	return &CPUShare{fraction: fraction, rate: assumed}
+	return &CPUShare{fraction: fraction, rate: assumed, beside: 1}
 }
 
 // Divide lets one expert of a layer be divided between the CPU and kernels that read it, where they can:
@@ -152,9 +95,23 @@ func (c *CPUShare) Divide() {
 // Auto reports whether layers are divided by time.
 func (c *CPUShare) Auto() bool { return c.fraction < 0 }
 
+// time is the CPU's time beside a busy link, aloneTime that beside an idle one.
 func (c *CPUShare) time(l *kernels.ExpertLayout) CPUTime {
-	x := c.cpu.coefficients(c.rate.time(l).terms())
+	x := c.mean(l)
+	for i := range x {
+		x[i] *= c.beside
+	}
 	return CPUTime{x[0], x[1], x[2]}
+}
+
+func (c *CPUShare) aloneTime(l *kernels.ExpertLayout) CPUTime {
+	x := c.alone.coefficients(c.mean(l))
+	return CPUTime{x[0], x[1], x[2]}
+}
+
+// mean are the coefficients of the CPU's time in all layers.
+func (c *CPUShare) mean(l *kernels.ExpertLayout) [terms]float64 {
+	return c.cpu.coefficients(c.rate.time(l).terms())
 }
 
 func (t CPUTime) terms() [terms]float64 { return [terms]float64{t.Layer, t.Expert, t.Row} }
@@ -204,28 +161,27 @@ type ComputedExpert struct {
 func (c *CPUShare) Computed(l *kernels.ExpertLayout, list []ComputedExpert, took time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if len(list) == 0 || !c.Auto() {
+	if len(list) == 0 || took <= 0 || !c.Auto() {
 		return
 	}
-	c.computed, c.told = c.layers, max(c.told, took)
+	c.computed = c.layers
 	if c.copying == 0 && !slices.ContainsFunc(list, func(e ComputedExpert) bool { return e.Share < 1 }) {
 		c.exploredAlone = c.layers
-		c.alone.add(c.time(l).terms(), quantities(list), took.Seconds())
+		c.alone.add(c.mean(l), quantities(list), took.Seconds())
+	} else {
+		ratio := took.Seconds() / sum(c.mean(l), quantities(list))
+		c.beside += (min(ratio, outlier) - c.beside) / besideRemembered
 	}
 	c.cpu.add(c.rate.time(l).terms(), quantities(list), took.Seconds())
 }
 
-// allOnCPU is the time until the CPU has computed all candidates, beside nothing on the link.
-func (c *CPUShare) allOnCPU(t CPUTime, list []candidate) (seconds float64) {
-	return sum(c.alone.coefficients(t.terms()), [terms]float64{1, float64(len(list)), rowsBeyond(list)})
-}
-
-// rowsBeyond is the candidates' rows beyond the first of each.
-func rowsBeyond(list []candidate) (rows float64) {
+// allOnCPU is the time until the CPU has computed all candidates, by its time beside an idle link.
+func (t CPUTime) allOnCPU(list []candidate) (seconds float64) {
+	x := [terms]float64{1, float64(len(list)), 0}
 	for i := range list {
-		rows += float64(list[i].rows - 1)
+		x[2] += float64(list[i].rows - 1)
 	}
-	return rows
+	return sum(t.terms(), x)
 }
 
 // quantities are the terms of the CPU's time for experts.
@@ -246,7 +202,6 @@ func (c *CPUShare) ReadInPlace(bytes int64, took time.Duration) {
 	if !c.Auto() || c.bytesPerSecond <= 0 || bytes <= 0 {
 		return
 	}
-	c.told = max(c.told, took)
 	x, seconds := [terms]float64{1, float64(bytes), 0}, took.Seconds()
 	if c.copying > 0 { // it tells something only where copies have not held kernels up, or less than estimated
 		link := c.link.coefficients(c.linkTerms())
@@ -284,11 +239,10 @@ func (c *CPUShare) linkTerms() [terms]float64 {
 }
 
 // Fetched records how long after the latest layer was divided kernels had computed with the experts that
-// the link copied for it.
+// the link copied for it (see Use.AwaitsHost).
 func (c *CPUShare) Fetched(took time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.told = max(c.told, took)
 	if c.bytesPerSecond <= 0 || c.copying <= 0 || c.split == c.layers && c.layers > 0 {
 		return // of a layer with a divided expert: kernels have read over the link, too
 	}
@@ -334,19 +288,19 @@ func forCPU(list []candidate) {
 }
 
 // divide returns how many of the first candidates, of that size, the CPU computes so that all experts
-// are there, or computed, as early as possible, and when. A copy in progress goes on, in
-// vain, where the CPU computes its expert.
-func (t CPUTime) divide(size int64, link hostLink, list []candidate, x extras) (onCPU int, seconds float64) {
+// are there, or computed, as early as possible. A copy in progress goes on, in vain, where the CPU
+// computes its expert.
+func (t CPUTime) divide(size int64, link hostLink, list []candidate) (onCPU int) {
 	if link.bytesPerSecond <= 0 {
-		return 0, 0 // nothing to compare with
+		return 0 // nothing to compare with
 	}
-	seconds = math.Inf(1)
+	best := math.Inf(1)
 	for n := range len(list) + 1 {
-		if s := t.longer(size, link, list, n) + x.of(n, len(list)); s < seconds {
-			onCPU, seconds = n, s
+		if seconds := t.longer(size, link, list, n); seconds < best {
+			onCPU, best = n, seconds
 		}
 	}
-	return onCPU, seconds
+	return onCPU
 }
 
 // longer is the time until all experts are there if the CPU computes the first n.
@@ -425,6 +379,8 @@ const (
 	exploreInterval = 64
 	staleInterval   = 256
 	exploreCost     = 0.005
+	// besideRemembered is the number of layers that CPUShare.beside is a mean of.
+	besideRemembered = 16
 )
 
 // division is that of a layer's candidates: the CPU computes the first ones, as many as onCPU.
@@ -437,54 +393,39 @@ type division struct {
 	head time.Duration
 }
 
-// divide divides the open layer, at the time now. mayRead: kernels can read host memory. follows: the latest
-// layer that was divided is the one before.
-func (c *CPUShare) divide(l *kernels.ExpertLayout, link hostLink, list []candidate, mayRead, follows bool, now time.Duration) (d division) {
+// divide divides the open layer, at the time now. mayRead: kernels can read host memory.
+func (c *CPUShare) divide(l *kernels.ExpertLayout, link hostLink, list []candidate, mayRead bool, now time.Duration) (d division) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.latest != undivided && follows {
-		c.rest[c.latest].add(max(0, (now - c.decided - c.told).Seconds()))
-	}
-	c.decided, c.latest, c.told = now, undivided, 0
-	if link = c.measuredLink(link); len(list) == 0 || link.bytesPerSecond <= 0 {
+	c.decided = now
+	t, link := c.time(l), c.measuredLink(link)
+	d.onCPU = t.divide(l.Size, link, list)
+	if len(list) == 0 || link.bytesPerSecond <= 0 {
 		return d
 	}
 	c.layers++
-	d = c.choose(l, link, list, mayRead && c.divides)
-	switch {
-	case d.onCPU == len(list):
-		c.latest = onCPU
-	case d.onCPU == 0 && d.first == 0:
-		c.latest = onLink
-	default:
-		c.latest = onBoth
-	}
-	return d
-}
-
-func (c *CPUShare) choose(l *kernels.ExpertLayout, link hostLink, list []candidate, mayRead bool) (d division) {
-	t, x := c.time(l), c.extras()
-	n, seconds := t.divide(l.Size, link, list, x)
-	all := c.allOnCPU(t, list)
+	seconds, all := t.longer(l.Size, link, list, d.onCPU), c.aloneTime(l).allOnCPU(list)
 	if all < seconds {
-		n, seconds = len(list), all
+		d.onCPU, seconds = len(list), all
 	}
+	mayRead = mayRead && c.divides
 	switch {
 	case c.dueAlone(all, seconds):
-		n, c.exploredAlone = len(list), c.layers
-	case mayRead && c.dueLink(l.Size, t, link, list, n):
-		n, c.exploredLink = min(n, len(list)-1), c.layers
+		d.onCPU, c.exploredAlone = len(list), c.layers
+	case mayRead && c.dueLink(l.Size, t, link, list, d.onCPU):
+		d.onCPU, c.exploredLink = min(d.onCPU, len(list)-1), c.layers
 	case mayRead:
-		if n, s := c.bestSplit(l, t, link, list, seconds-x.both); s.first > 0 {
+		if n, s := c.bestSplit(l, t, link, list, seconds); s.first > 0 {
 			c.split = c.layers
 			return division{onCPU: n, first: s.first, head: time.Duration(s.linkFree * float64(time.Second))}
 		}
 		fallthrough
 	default:
-		n = c.explore(l.Size, t, link, list, n)
+		d.onCPU = c.explore(l.Size, t, link, list, d.onCPU)
 	}
-	free := t.longer(l.Size, link, list, n) - link.seconds(list[n:])
-	return division{onCPU: n, head: time.Duration(free * float64(time.Second))}
+	free := t.longer(l.Size, link, list, d.onCPU) - link.seconds(list[d.onCPU:])
+	d.head = time.Duration(free * float64(time.Second))
+	return d
 }
 
 // dueAlone reports whether the CPU gets all experts, for its time where nothing is on the link.
@@ -533,8 +474,7 @@ func (c *CPUShare) bestSplit(l *kernels.ExpertLayout, t CPUTime, link hostLink, 
 func (c *CPUShare) predict(l *kernels.ExpertLayout, link hostLink, list []candidate) (onCPU int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	onCPU, _ = c.time(l).divide(l.Size, c.measuredLink(link), list, c.extras())
-	return onCPU
+	return c.time(l).divide(l.Size, c.measuredLink(link), list)
 }
 
 // measuredLink is a link with what layers have measured of it.
@@ -597,9 +537,6 @@ type cpuWork struct {
 	head time.Duration
 	// mapped is the number of the latest step for which it was asked where kernels read host memory.
 	mapped uint64
-	// step and position are of the latest layer that was divided by time.
-	step     uint64
-	position int
 }
 
 // chooseCPU unmarks those experts that the CPU computes among the marked ones of a layer, and leaves
@@ -638,9 +575,7 @@ func (s *steps) chooseCPU(position int, marked []bool, predicted bool) {
 			if link.bytesPerSecond > 0 {
 				link.head = -time.Duration(float64(max(0, s.fetch.hostBytesLeft()-begun)) / link.bytesPerSecond * float64(time.Second))
 			}
-			follows := w.step == s.number && w.position == position-1
-			w.step, w.position = s.number, position
-			d := w.share.divide(&s.plan.Layout, link, w.list, s.hostReadable(), follows, s.now())
+			d := w.share.divide(&s.plan.Layout, link, w.list, s.hostReadable(), s.now())
 			n, w.first, w.head = d.onCPU, d.first, d.head
 			if w.first > 0 {
 				n++
@@ -653,8 +588,8 @@ func (s *steps) chooseCPU(position int, marked []bool, predicted bool) {
 	}
 }
 
-// awaitLink tells the share how much the link copies for the open layer, and reports whether it waits for
-// copies of these experts from host memory.
+// awaitLink tells the share how much the link copies for the open layer, and reports whether these experts
+// wait for copies from host memory alone.
 func (s *steps) awaitLink(position int, missing []int) (waits bool) {
 	share := s.cpu.share
 	if share == nil || !share.Auto() {
@@ -663,7 +598,13 @@ func (s *steps) awaitLink(position int, missing []int) (waits bool) {
 	share.fetching(s.fetch.hostBytesLeft())
 	for _, e := range missing {
 		for _, c := range s.fetch.slotFetch(ID{position, e}).copies {
-			waits = waits || c.from == device.Host && !c.ticket.Ended()
+			switch {
+			case c.ticket.Ended():
+			case c.from != device.Host:
+				return false
+			default:
+				waits = true
+			}
 		}
 	}
 	return waits

@@ -70,17 +70,6 @@ type hostTimes struct {
 	slowed float64
 	// readStart and readRate are of kernels that read over the link; 0: they cannot.
 	readStart, readRate float64
-	// unseen is how much longer a layer takes, beside what is told of it, where both the CPU and the link work.
-	unseen float64
-}
-
-// total is the time of a layer.
-func (h hostTimes) total(list []candidate, d division) float64 {
-	cpu, link := h.layer(list, d)
-	if cpu > 0 && link > 0 {
-		return max(cpu, link) + h.unseen
-	}
-	return max(cpu, link)
 }
 
 func (h hostTimes) layer(list []candidate, d division) (cpu, link float64) {
@@ -157,15 +146,14 @@ func (h hostTimes) divisions(missing int) (all []division) {
 	return all
 }
 
-// play has a share divide a layer of the host, at the time now, and measure what then takes place. It returns
-// the layer's time.
-func (h hostTimes) play(auto *CPUShare, list []candidate, now time.Duration, r *rand.Rand) (seconds float64) {
+// play has a share divide a layer of the host, at the time now, and measure what then takes place.
+func (h hostTimes) play(auto *CPUShare, list []candidate, now time.Duration, r *rand.Rand) (cpu, link float64) {
 	noise := func(s float64) time.Duration {
 		return time.Duration(s * (1 + 0.05*r.NormFloat64()) * float64(time.Second))
 	}
 	forCPU(list)
-	d := auto.divide(&mixtralExpert, hostLink{bytesPerSecond: 50e9}, list, h.readRate > 0, true, now)
-	cpu, _ := h.layer(list, d)
+	d := auto.divide(&mixtralExpert, hostLink{bytesPerSecond: 50e9}, list, h.readRate > 0, now)
+	cpu, link = h.layer(list, d)
 	copies, reads := copiedBytes(list, d), readBytes(d)
 	copied, read := h.onLink(copies, reads)
 	auto.fetching(int64(copies))
@@ -174,14 +162,14 @@ func (h hostTimes) play(auto *CPUShare, list []candidate, now time.Duration, r *
 		auto.Fetched(noise(copied))
 	}
 	auto.ReadInPlace(int64(reads), noise(read))
-	return h.total(list, d)
+	return cpu, link
 }
 
 // best is the shortest time of a layer, of all divisions.
 func (h hostTimes) best(list []candidate) float64 {
 	best := math.Inf(1)
 	for _, d := range h.divisions(len(list)) {
-		best = min(best, h.total(list, d))
+		best = min(best, max(h.layer(list, d)))
 	}
 	return best
 }
@@ -201,15 +189,15 @@ func simulate(layers, first, missing int, before, after hostTimes, auto *CPUShar
 		for range missing - missing/2 + r.IntN(missing/2*2+1) {
 			list = append(list, candidate{expert: len(list), rows: 1 + r.IntN(2), left: mixtralExpert.Size})
 		}
-		took := h.play(auto, list, now, r)
-		now += time.Duration((took + 100e-6) * (1 + 0.05*r.NormFloat64()) * float64(time.Second))
+		cpu, link := h.play(auto, list, now, r)
+		now += time.Second
 		if i < first || i >= layers/2 && i < layers/2+first {
 			continue
 		}
-		seconds["auto"] += took
+		seconds["auto"] += max(cpu, link)
 		seconds["best"] += h.best(list)
 		for tenths := range 11 {
-			seconds[fmt.Sprint("fraction ", float64(tenths)/10)] += h.total(list, division{onCPU: int(math.Round(float64(tenths) / 10 * float64(len(list))))})
+			seconds[fmt.Sprint("fraction ", float64(tenths)/10)] += max(h.layer(list, division{onCPU: int(math.Round(float64(tenths) / 10 * float64(len(list))))}))
 		}
 	}
 	return seconds
@@ -223,20 +211,19 @@ func TestShareConverges(t *testing.T) {
 	x := float64(mixtralExpert.Size)
 	slow := func(h hostTimes) hostTimes { h.cpu.Expert *= 4; return h }
 	hosts := map[string]hostTimes{
-		"as assumed":                 {CPUTime{50e-6, x / 90e9, 0.2e-3}, 40e-6, 50e9, 1, 0, 0, 0},
-		"a long start":               {CPUTime{5e-3, x / 120e9, 0.1e-3}, 40e-6, 50e9, 1, 0, 0, 0},
-		"a long start of the link":   {CPUTime{100e-6, x / 60e9, 0}, 6e-3, 55e9, 1, 0, 0, 0},
-		"a fast CPU":                 {CPUTime{20e-6, x / 400e9, 0}, 20e-6, 25e9, 1, 0, 0, 0},
-		"a slow CPU":                 {CPUTime{50e-6, x / 8e9, 1e-3}, 40e-6, 55e9, 1, 0, 0, 0},
-		"a very slow CPU":            {CPUTime{50e-6, x / 1e9, 1e-3}, 40e-6, 55e9, 1, 0, 0, 0},
-		"a common memory":            {CPUTime{50e-6, x / 110e9, 0.1e-3}, 40e-6, 50e9, 1.3, 0, 0, 0},
-		"kernels read":               {CPUTime{50e-6, x / 110e9, 0.2e-3}, 40e-6, 50e9, 1, 60e-6, 45e9, 0},
-		"kernels read slowly":        {CPUTime{50e-6, x / 110e9, 0.2e-3}, 40e-6, 50e9, 1, 200e-6, 12e9, 0},
-		"kernels read, slow CPU":     {CPUTime{50e-6, x / 8e9, 1e-3}, 40e-6, 55e9, 1, 60e-6, 50e9, 0},
-		"kernels read, fast CPU":     {CPUTime{50e-6, x / 200e9, 0.2e-3}, 40e-6, 50e9, 1, 60e-6, 45e9, 0},
-		"little is left to the CPU":  {CPUTime{90e-6, x / 149e9, 0}, 40e-6, 53e9, 1.45, 70e-6, 36e9, 0},
-		"more launches":              {CPUTime{50e-6, x / 110e9, 0.2e-3}, 40e-6, 50e9, 1, 60e-6, 45e9, 2.5e-3},
-		"kernels read common memory": {CPUTime{50e-6, x / 110e9, 0.1e-3}, 40e-6, 50e9, 1.3, 60e-6, 45e9, 0},
+		"as assumed":                 {CPUTime{50e-6, x / 90e9, 0.2e-3}, 40e-6, 50e9, 1, 0, 0},
+		"a long start":               {CPUTime{5e-3, x / 120e9, 0.1e-3}, 40e-6, 50e9, 1, 0, 0},
+		"a long start of the link":   {CPUTime{100e-6, x / 60e9, 0}, 6e-3, 55e9, 1, 0, 0},
+		"a fast CPU":                 {CPUTime{20e-6, x / 400e9, 0}, 20e-6, 25e9, 1, 0, 0},
+		"a slow CPU":                 {CPUTime{50e-6, x / 8e9, 1e-3}, 40e-6, 55e9, 1, 0, 0},
+		"a very slow CPU":            {CPUTime{50e-6, x / 1e9, 1e-3}, 40e-6, 55e9, 1, 0, 0},
+		"a common memory":            {CPUTime{50e-6, x / 110e9, 0.1e-3}, 40e-6, 50e9, 1.3, 0, 0},
+		"kernels read":               {CPUTime{50e-6, x / 110e9, 0.2e-3}, 40e-6, 50e9, 1, 60e-6, 45e9},
+		"kernels read slowly":        {CPUTime{50e-6, x / 110e9, 0.2e-3}, 40e-6, 50e9, 1, 200e-6, 12e9},
+		"kernels read, slow CPU":     {CPUTime{50e-6, x / 8e9, 1e-3}, 40e-6, 55e9, 1, 60e-6, 50e9},
+		"kernels read, fast CPU":     {CPUTime{50e-6, x / 200e9, 0.2e-3}, 40e-6, 50e9, 1, 60e-6, 45e9},
+		"little is left to the CPU":  {CPUTime{90e-6, x / 149e9, 0}, 40e-6, 53e9, 1.45, 70e-6, 36e9},
+		"kernels read common memory": {CPUTime{50e-6, x / 110e9, 0.1e-3}, 40e-6, 50e9, 1.3, 60e-6, 45e9},
 	}
 	for name, h := range hosts {
 		for _, missing := range []int{1, 2, 4, 13} {
@@ -276,8 +263,8 @@ func converged(r *rand.Rand, missing, spread int, before, after hostTimes) float
 		for e := range list {
 			list[e] = candidate{expert: e, rows: 1, left: mixtralExpert.Size}
 		}
-		seconds := h.play(auto, list, now, r)
-		now += time.Duration((seconds + 100e-6) * (1 + 0.05*r.NormFloat64()) * float64(time.Second))
+		cpu, link := h.play(auto, list, now, r)
+		now += time.Second
 		if i < counted {
 			continue
 		}
@@ -285,7 +272,7 @@ func converged(r *rand.Rand, missing, spread int, before, after hostTimes) float
 		if bests[n] == 0 {
 			bests[n] = h.best(list)
 		}
-		took, best = took+seconds, best+bests[n]
+		took, best = took+max(cpu, link), best+bests[n]
 	}
 	return took / best
 }
@@ -301,14 +288,14 @@ func TestDivisionConverges(t *testing.T) {
 		what          string
 		before, after hostTimes
 	}{
-		{"steady", hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 45e9, 0}, hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 45e9, 0}},
-		{"common memory", hostTimes{cpu(110e9), 40e-6, 50e9, 1.3, 60e-6, 45e9, 0}, hostTimes{cpu(110e9), 40e-6, 50e9, 1.3, 60e-6, 45e9, 0}},
-		{"slow reads", hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 12e9, 0}, hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 12e9, 0}},
-		{"reads become fast", hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 3e9, 0}, hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 45e9, 0}},
-		{"reads become slow", hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 45e9, 0}, hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 3e9, 0}},
-		{"the CPU becomes fast", hostTimes{cpu(20e9), 40e-6, 50e9, 1, 60e-6, 45e9, 0}, hostTimes{cpu(200e9), 40e-6, 50e9, 1, 60e-6, 45e9, 0}},
-		{"the CPU becomes slow", hostTimes{cpu(200e9), 40e-6, 50e9, 1, 60e-6, 45e9, 0}, hostTimes{cpu(20e9), 40e-6, 50e9, 1, 60e-6, 45e9, 0}},
-		{"copies start sooner", hostTimes{cpu(25e9), 8e-3, 50e9, 1, 60e-6, 12e9, 0}, hostTimes{cpu(25e9), 40e-6, 50e9, 1, 60e-6, 12e9, 0}},
+		{"steady", hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 45e9}, hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 45e9}},
+		{"common memory", hostTimes{cpu(110e9), 40e-6, 50e9, 1.3, 60e-6, 45e9}, hostTimes{cpu(110e9), 40e-6, 50e9, 1.3, 60e-6, 45e9}},
+		{"slow reads", hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 12e9}, hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 12e9}},
+		{"reads become fast", hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 3e9}, hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 45e9}},
+		{"reads become slow", hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 45e9}, hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 3e9}},
+		{"the CPU becomes fast", hostTimes{cpu(20e9), 40e-6, 50e9, 1, 60e-6, 45e9}, hostTimes{cpu(200e9), 40e-6, 50e9, 1, 60e-6, 45e9}},
+		{"the CPU becomes slow", hostTimes{cpu(200e9), 40e-6, 50e9, 1, 60e-6, 45e9}, hostTimes{cpu(20e9), 40e-6, 50e9, 1, 60e-6, 45e9}},
+		{"copies start sooner", hostTimes{cpu(25e9), 8e-3, 50e9, 1, 60e-6, 12e9}, hostTimes{cpu(25e9), 40e-6, 50e9, 1, 60e-6, 12e9}},
 	} {
 		for _, missing := range []int{1, 2, 3, 4, 8, -4} {
 			limit := 1.06
@@ -323,8 +310,8 @@ func TestDivisionConverges(t *testing.T) {
 	}
 }
 
-// TestDivisionOfRandomHosts: on hosts with any times, in which the CPU takes up to 1.5 times as long beside
-// the link, auto comes within 10 % of the best division of a layer.
+// TestDivisionOfRandomHosts: on hosts with any times, in which the CPU takes up to three times as long beside
+// the link, auto comes within 6 % of the best division of a layer.
 func TestDivisionOfRandomHosts(t *testing.T) {
 	racedetector.SkipSequential(t)
 	for seed := range uint64(40) {
@@ -334,10 +321,10 @@ func TestDivisionOfRandomHosts(t *testing.T) {
 		h := hostTimes{
 			CPUTime{between(10e-6, 2e-3), float64(mixtralExpert.Size) / between(5e9, 400e9), 0},
 			between(10e-6, 1e-3), rate,
-			1 + 0.5*r.Float64(), between(10e-6, 1e-3), rate * between(0.1, 1), 0,
+			1 + 2*r.Float64(), between(10e-6, 1e-3), rate * between(0.1, 1),
 		}
 		missing := 1 + r.IntN(8)
-		if times := converged(r, missing, r.IntN(2), h, h); times > 1.1 {
+		if times := converged(r, missing, r.IntN(2), h, h); times > 1.06 {
 			t.Errorf("seed %d, about %d missing: %.2f times the best division on %+v", seed, missing, times, h)
 		}
 	}
@@ -350,7 +337,7 @@ func TestShareExplores(t *testing.T) {
 	link := hostLink{bytesPerSecond: 50e9}
 	layers := 0
 	for range 60000 {
-		n := auto.divide(&mixtralExpert, link, list, false, false, 0).onCPU
+		n := auto.divide(&mixtralExpert, link, list, false, 0).onCPU
 		auto.fetching(int64(2-n) * mixtralExpert.Size)
 		if n > 0 {
 			layers++
@@ -360,7 +347,30 @@ func TestShareExplores(t *testing.T) {
 			auto.Fetched(time.Duration(2-n) * 7 * time.Millisecond)
 		}
 	}
-	if n := auto.divide(&mixtralExpert, link, list, false, false, 0).onCPU; n == 0 || layers < 1000 {
+	if n := auto.divide(&mixtralExpert, link, list, false, 0).onCPU; n == 0 || layers < 1000 {
 		t.Errorf("a CPU that is faster than assumed got %d experts lately, in %d layers", n, layers)
+	}
+}
+
+// TestShareLearnsSoon: where host memory hardly feeds both, so that the CPU alone is faster, that is found
+// within four steps of 24 layers.
+func TestShareLearnsSoon(t *testing.T) {
+	x := float64(mixtralExpert.Size)
+	h := hostTimes{CPUTime{90e-6, x / 149e9, 0}, 40e-6, 90e9, 2.2, 0, 0}
+	auto, r := NewCPUShare(AutoCPUShare, serverCPU), rand.New(rand.NewPCG(7, 8))
+	took, best, now := 0.0, 0.0, time.Duration(0)
+	for i := range 24 * 24 {
+		list := make([]candidate, 1+r.IntN(3))
+		for e := range list {
+			list[e] = candidate{expert: e, rows: 1, left: mixtralExpert.Size}
+		}
+		cpu, link := h.play(auto, list, now, r)
+		now += time.Second
+		if i >= 24*4 {
+			took, best = took+max(cpu, link), best+h.best(list)
+		}
+	}
+	if took > 1.03*best {
+		t.Errorf("%.3f times the best division", took/best)
 	}
 }

@@ -33,7 +33,7 @@ type Use struct {
 	// compute a part (CPUShare.Divide). They are valid until Release.
 	OnCPU []HostExpert
 	// AwaitsHost: by FetchChosen of a layer that is divided by time: Waves wait for copies from host memory
-	// that have not ended (see CPUShare.Fetched).
+	// that have not ended, and for no others (see CPUShare.Fetched).
 	AwaitsHost bool
 	// All lists the experts of all waves of Layer, [n] I32 in device memory.
 	All kernels.Tensor

@@ -124,7 +124,7 @@ func TestPacer(t *testing.T) {
 
 // looker is a host that copies chunks over a link of rate bytes per second, depth of them in flight. It looks
 // every so often, but not before a chunk is due; where sleeps is set, it sleeps until 20 us before that, wakes
-// so much later than it wanted, and then looks all the time.
+// so much later than it wanted, and then looks all the time, or sleeps for nap between two looks and wakes late.
 type looker struct {
 	rate   float64
 	depth  int
@@ -132,6 +132,7 @@ type looker struct {
 	every  time.Duration
 	sleeps bool
 	late   func() time.Duration
+	nap    time.Duration
 }
 
 // run copies chunks, and returns how long that takes for each, the mean of how long after its landing one is seen,
@@ -156,6 +157,9 @@ func (l *looker) run(p *pacer, chunks int) (each, seen time.Duration, idle float
 		if notBefore > now+40*time.Microsecond && l.sleeps {
 			rested += notBefore - 20*time.Microsecond - now
 			now, every = notBefore-20*time.Microsecond+l.late(), time.Microsecond/2
+			if l.nap > 0 {
+				every = l.nap + l.late()
+			}
 		}
 		for {
 			if now >= notBefore {
@@ -206,20 +210,24 @@ func TestPacerSaves(t *testing.T) {
 		late  time.Duration
 		bytes int64
 		idle  float64 // at least
+		nap   time.Duration
 	}{
-		{1, 0, 8 << 20, 0.6},
-		{1, 15 * us, 8 << 20, 0.6},
-		{1, 35 * us, 8 << 20, 0.5},
-		{1, 60 * us, 8 << 20, 0.2},
-		{1, 15 * us, 64 << 20, 0.8},
-		{0.9, 15 * us, 8 << 20, 0.6},
-		{0.5, 15 * us, 8 << 20, 0.6},
-		{0.1, 15 * us, 8 << 20, 0.6},
-		{1.3, 15 * us, 8 << 20, 0.4},
-		{2, 15 * us, 8 << 20, 0},
+		{1, 0, 8 << 20, 0.6, 0},
+		{1, 15 * us, 8 << 20, 0.6, 0},
+		{1, 35 * us, 8 << 20, 0.5, 0},
+		{1, 60 * us, 8 << 20, 0.2, 0},
+		{1, 15 * us, 64 << 20, 0.8, 0},
+		{0.9, 15 * us, 8 << 20, 0.6, 0},
+		{0.5, 15 * us, 8 << 20, 0.6, 0},
+		{0.1, 15 * us, 8 << 20, 0.6, 0},
+		{1.3, 15 * us, 8 << 20, 0.4, 0},
+		{2, 15 * us, 8 << 20, 0, 0},
+		{1, 6 * us, 8 << 20, 0.5, 20 * us}, // in a long wait, on a machine whose sleeps end 6 us late
+		{0.97, 6 * us, 8 << 20, 0.5, 20 * us},
+		{1.05, 6 * us, 8 << 20, 0.5, 20 * us},
 	} {
 		for _, depth := range []int{2, 3, 4} {
-			l := looker{rate: 55e9, depth: depth, bytes: c.bytes, every: us / 2, sleeps: true, late: func() time.Duration { return c.late }}
+			l := looker{rate: 55e9, depth: depth, bytes: c.bytes, every: us / 2, sleeps: true, late: func() time.Duration { return c.late }, nap: c.nap}
 			const chunks = 1000
 			real := time.Duration(float64(c.bytes) / l.rate * 1e9)
 			got, _, idle := l.run(&pacer{profile: c.ratio * l.rate}, chunks)
