@@ -392,7 +392,6 @@ func doneHistory(t *testing.T, seed uint64, total *counts) {
 				t.Fatalf("request %d failed with %v, and Done says nothing", i, q.t.Err())
 			}
 		}
-		_, landed := q.t.LandedAt()
 		if q.stream != nil {
 			serr := q.stream.Synchronize(ctx)
 			if ctx.Err() != nil {
@@ -401,7 +400,7 @@ func doneHistory(t *testing.T, seed uint64, total *counts) {
 			if serr == nil && !q.skipped && (!o.LikeCUDA || derr == nil) {
 				total.consumed++
 				if !bytes.Equal(r.content(q.check), hosts[q.salt].Read(0, q.n)) {
-					t.Fatalf("request %d (%d bytes from %s): the consumer read other bytes; ticket: %v %v", i, q.n, q.src.Space(), q.t.Err(), landed)
+					t.Fatalf("request %d (%d bytes from %s): the consumer read other bytes; ticket: %v", i, q.n, q.src.Space(), q.t.Err())
 				}
 			}
 		}

@@ -429,7 +429,6 @@ func (e *Engine) finish(t *Ticket, err error) {
 		if !t.signaled {
 			err = e.setDone(t, nil)
 		}
-		t.landed = e.o.Machine.Now()
 	}
 	switch {
 	case err == nil && t.req.Skipped():
@@ -438,7 +437,7 @@ func (e *Engine) finish(t *Ticket, err error) {
 		l.stats.Bytes += t.req.Bytes()
 		l.stats.ByPriority[t.req.Class] += t.req.Bytes()
 		if e.o.Timed {
-			t.timing.times.Done = t.landed
+			t.timing.times.Done = e.o.Machine.Now()
 		}
 	default:
 		t.err = fmt.Errorf("transfer: %s: %w", t.name(), err)

@@ -3,7 +3,6 @@ package transfer
 import (
 	"context"
 	"fmt"
-	"time"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/trace"
@@ -21,8 +20,6 @@ type Ticket struct {
 	// show that: a later request may fail its fence while this one is in progress.
 	end device.Point
 	err error
-	// landed is when Done was signaled.
-	landed time.Duration
 	// traced is nil where nothing is; priority is that of the request.
 	traced   *trace.Copy
 	priority Priority
@@ -166,14 +163,6 @@ func (t *Ticket) Ended() bool {
 	t.engine.mu.Lock()
 	defer t.engine.mu.Unlock()
 	return t.req.Ended()
-}
-
-// LandedAt returns when Done was signaled, on the machine's clock; false: it was not, or the copy has
-// failed.
-func (t *Ticket) LandedAt() (at time.Duration, landed bool) {
-	t.engine.mu.Lock()
-	defer t.engine.mu.Unlock()
-	return t.landed, t.req.Ended() && t.err == nil
 }
 
 // Err is the error of a failed copy; nil while the copy is in progress and after it has
