@@ -1145,6 +1145,42 @@ func TestNoPeerAccess(t *testing.T) {
 	r.ok(s.Synchronize(r.ctx))
 }
 
+// TestFencesWhileBusy: fences can be made while a stream waits for one, also where the driver allocates
+// pinned memory only once no stream has work.
+func TestFencesWhileBusy(t *testing.T) {
+	need(t, 1)
+	if !onGPU {
+		t.Setenv("STANDIN_IDLE_ALLOC", "1")
+	}
+	r := newRig(t, 1)
+	gate, s := r.fence("gate"), r.stream(0, "waits")
+	r.ok(s.WaitFence(gate, 1))
+	made := make(chan error, 1)
+	go func() {
+		for range 1024 - 16 { // others were made before
+			f, err := r.m.NewFence("another")
+			if err == nil {
+				defer f.Close() //nolint:errcheck // the machine's end says so
+			}
+			if err != nil {
+				made <- err
+				return
+			}
+		}
+		made <- nil
+	}()
+	select {
+	case err := <-made:
+		r.ok(err)
+		r.ok(gate.Signal(1))
+	case <-time.After(20 * time.Second):
+		t.Error("who makes fences waits for a stream that waits")
+		r.ok(gate.Signal(1))
+		r.ok(<-made)
+	}
+	r.ok(s.Synchronize(r.ctx))
+}
+
 func TestLostDevice(t *testing.T) {
 	driver := keepStandIn(t)
 	for _, name := range []string{"lost", "probe"} {

@@ -6,7 +6,8 @@
    with "standin", and its kernels are those at the end of this file.
 
    Environment, read at cuInit: STANDIN_DEVICES (2; 0 is an error as of no device), STANDIN_CAPABILITY (90),
-   STANDIN_VERSION (13000), STANDIN_PEERS (1). */
+   STANDIN_VERSION (13000), STANDIN_PEERS (1), STANDIN_IDLE_ALLOC (0; 1: allocating pinned memory waits until
+   no stream has work, and nobody enqueues any meanwhile, as CUDA permits drivers to). */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
@@ -49,7 +50,9 @@ typedef struct {
 } device;
 
 static device devices[MAX_DEVICES];
-static int device_count, capability, version, peers;
+static int device_count, capability, version, peers, idle_alloc;
+static int pending; /* operations that streams have, or do */
+static int idling;  /* whether somebody waits for none to be left */
 static __thread device *current;
 
 /* One lock for everything; streams release it while they work. */
@@ -108,6 +111,7 @@ EXPORT int cuInit(unsigned flags) {
   capability = from_environment("STANDIN_CAPABILITY", 90);
   version = from_environment("STANDIN_VERSION", 13000);
   peers = from_environment("STANDIN_PEERS", 1);
+  idle_alloc = from_environment("STANDIN_IDLE_ALLOC", 0);
   for (int i = 0; i < MAX_DEVICES; i++) devices[i].number = i;
   return flags ? INVALID_VALUE : device_count ? OK : NO_DEVICE;
 }
@@ -287,6 +291,12 @@ EXPORT int cuMemSetAccess(address at, size_t bytes, const access_right *rights, 
 }
 EXPORT int cuMemHostAlloc(void **p, size_t bytes, unsigned flags) {
   BEGIN
+  if (idle_alloc) {
+    idling++;
+    while (pending) pthread_cond_wait(&changed, &lock);
+    idling--;
+    pthread_cond_broadcast(&changed);
+  }
   *p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (*p == MAP_FAILED) END(OUT_OF_MEMORY);
   add_region((address)*p, bytes, NULL);
@@ -418,7 +428,9 @@ static void *serve(void *arg) {
     s->busy = 1;
     run(s, o);
     s->busy = 0;
+    pending--;
     free(o);
+    if (idling) pthread_cond_broadcast(&changed);
   }
   free(s);
   live_streams--;
@@ -438,6 +450,8 @@ static int push(stream *s, const op *o) {
     s->capture->nodes++;
     return OK;
   }
+  while (idling) pthread_cond_wait(&changed, &lock);
+  pending++;
   if (n->e) n->e->references++;
   *s->last = n;
   s->last = &n->next;
