@@ -15,9 +15,9 @@ import (
 
 // The host polls without a pause for spinFor, longer than most copies of a few MiB and than a
 // chunk of a large one take, then with short sleeps of the thread (Go's own timers may be late
-// by a millisecond while a program is idle) until napFor, then with timers. Each sleep is 1/napShare of the wait so far, between shortNap and longNap
-// (watchNap where chunks of copies follow what is waited for), which bounds the delay. Every probeEvery it
-// checks whether the devices are alive.
+// by a millisecond while a program is idle) until napFor, then with timers. Each sleep is 1/napShare of
+// the wait so far, between shortNap and longNap (watchNap where chunks of copies follow what is waited
+// for), which bounds the delay. Every probeEvery it checks whether the devices are alive.
 // A host stream whose watches are not due does none of this: see outlook.
 const (
 	spinFor    = 200 * time.Microsecond
