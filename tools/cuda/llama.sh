@@ -5,7 +5,8 @@
 # FOLDER/build for this GPU alone and without its FlashAttention, which needs cmake, nvcc and some minutes. FOLDER gets a
 # file of random weights: 46 GB of 16 layers; in /dev/shm where it should not be read from a disk.
 # LAYERS (default: 16) cuts the model, DEPTH (128) is the prompt's length, TOKENS (64) are decoded by one sequence, THREADS are
-# llama.cpp's (default: all but an eighth), HOST_GIB is the host's memory where the system says less.
+# llama.cpp's (several are separated by commas; default: all but an eighth), CHOICES those of --cpu-experts (default: off auto 1),
+# HOST_GIB is the host's memory where the system says less. Where FOLDER/build/bin/llama-bench exists, nothing is built.
 # Of both: tokens/s of decoding with half of the experts in host memory, and with all. llama.cpp has whole layers of experts there
 # (--n-cpu-moe), moeserve a part of each layer's.
 set -euo pipefail
@@ -32,7 +33,7 @@ model=$folder/mixtral-$layers.gguf
 "$bench" -m "$model" -ngl 99 -ncmoe "$((layers / 2)),$layers" -t "$threads" -fa 0 -p 0 -n "$tokens" -d "$depth" -r 3 -o md
 rm "$model" # moeserve makes its own weights, and needs the memory
 for fraction in 0.5 1; do
-  for choice in off auto 1; do
+  for choice in ${CHOICES:-off auto 1}; do
     echo "moeserve, $fraction of the experts in host memory, --cpu-experts $choice:"
     "$moeserve" bench throughput --device cuda --model mixtral-8x7b --load-format dummy --num-hidden-layers "$layers" --host-memory-gib "${HOST_GIB:-0}" \
       --offload-fraction "$fraction" --offload-tier host --cpu-experts "$choice" --num-prompts 1 --input-len "$depth" --output-len "$tokens" --trials 3
