@@ -1181,6 +1181,52 @@ func TestFencesWhileBusy(t *testing.T) {
 	r.ok(s.Synchronize(r.ctx))
 }
 
+// TestStreamsBegunAtOnce: two streams whose first operations are enqueued at once, by two goroutines, do not wait behind
+// each other's waits.
+func TestStreamsBegunAtOnce(t *testing.T) {
+	need(t, 1)
+	rounds := 100
+	if !onGPU {
+		t.Setenv("STANDIN_SHARED_QUEUES", "1")
+		rounds = 10
+	}
+	r := newRig(t, 1)
+	const n, turns = 4096, 3
+	memory := []device.Memory{r.alloc(device.Host, n), r.alloc(device.HBM(0), n)}
+	for round := range rounds {
+		turn := r.fence("turn")
+		streams := []*Stream{r.stream(0, "even"), r.stream(0, "odd")}
+		begin := make(chan struct{})
+		var all sync.WaitGroup
+		for i, s := range streams {
+			all.Go(func() {
+				<-begin
+				for k := uint32(i); k < 2*turns; k += 2 {
+					if err := errors.Join(s.WaitFence(turn, k), s.Copy(memory[1-i].Range(0, n), memory[i].Range(0, n)), s.SignalFence(turn, k+1)); err != nil {
+						t.Error(err)
+					}
+				}
+			})
+		}
+		close(begin)
+		all.Wait()
+		ctx, stop := context.WithTimeout(r.ctx, 2*time.Second)
+		err := turn.Wait(ctx, 2*turns)
+		stop()
+		if err != nil {
+			t.Errorf("round %d: it is turn %d of %d, and nobody takes it: %v", round, turn.Value(), 2*turns, err)
+			for ; turn.Value() < 2*turns; time.Sleep(20 * time.Millisecond) {
+				_ = turn.Signal(turn.Value() + 1) // a stream may do it
+			}
+		}
+		for _, s := range streams {
+			r.ok(s.Synchronize(r.ctx))
+			r.ok(s.Close())
+		}
+		r.ok(turn.Close())
+	}
+}
+
 func TestLostDevice(t *testing.T) {
 	driver := keepStandIn(t)
 	for _, name := range []string{"lost", "probe"} {

@@ -169,7 +169,10 @@ func (e *event) recordGPU(s *Stream, point uint64) (int, error) {
 		}
 		e.spare[s.g.index] = cu.Event{}
 	}
-	if err := r.handle.Record(s.s); err != nil {
+	e.m.enqueuing.Lock()
+	err := r.handle.Record(s.s)
+	e.m.enqueuing.Unlock()
+	if err != nil {
 		if r != e.gpu {
 			e.keep(r)
 		}

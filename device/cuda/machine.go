@@ -50,6 +50,13 @@ type Machine struct {
 	// waiting goroutine uses.
 	waits sync.RWMutex
 
+	// enqueuing is held while the driver takes an operation of a stream, and nothing is locked under it.
+	// The driver assigns hardware queues to a stream with its first operations: of two streams that begin
+	// at once on two threads, one may get the other's, and then waits behind its waits (seen with driver
+	// 580 and 2 to 6 streams, once in 15 to 60 times, TestStreamsBegunAtOnce; never one at a time).
+	// Launches hold it only for the first one of a stream or a graph, as they take longer.
+	enqueuing sync.Mutex
+
 	// mu guards the fields below, changes of memory, and the accounts. Lock order: a
 	// fence's or event's lock before mu, never after it.
 	mu      sync.Mutex

@@ -218,7 +218,7 @@ func (c Config) Tiers(blockBytes int64, blockTokens int) (all []TierSize, err er
 	for _, t := range []TierSize{
 		{Medium: PeerGPU, Blocks: c.GPUBlocks},
 		{Medium: CPU, Blocks: int(cpu), HostBytes: cpu * blockBytes},
-		{Medium: File, Blocks: c.FileBlocks, HostBytes: stagingBuffers * bufferBlocks(blockBytes) * blockBytes},
+		{Medium: File, Blocks: c.FileBlocks, HostBytes: stagingBuffers * bufferBlocks(blockBytes, c.FileBlocks) * blockBytes},
 	} {
 		if int64(t.Blocks) > math.MaxInt64/blockBytes {
 			return nil, fmt.Errorf("%d blocks of %d bytes in tier %s are more than there can be; lower its size", t.Blocks, blockBytes, t.Medium)

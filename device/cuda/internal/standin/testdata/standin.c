@@ -7,7 +7,9 @@
 
    Environment, read at cuInit: STANDIN_DEVICES (2; 0 is an error as of no device), STANDIN_CAPABILITY (90),
    STANDIN_VERSION (13000), STANDIN_PEERS (1), STANDIN_IDLE_ALLOC (0; 1: allocating pinned memory waits until
-   no stream has work, and nobody enqueues any meanwhile, as CUDA permits drivers to). */
+   no stream has work, and nobody enqueues any meanwhile, as CUDA permits drivers to), STANDIN_SHARED_QUEUES
+   (0; 1: streams whose first operations are enqueued at once, by several threads, work one operation after
+   the other, in the order in which they were enqueued). */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
@@ -50,7 +52,7 @@ typedef struct {
 } device;
 
 static device devices[MAX_DEVICES];
-static int device_count, capability, version, peers, idle_alloc;
+static int device_count, capability, version, peers, idle_alloc, shared_queues;
 static int pending; /* operations that streams have, or do */
 static int idling;  /* whether somebody waits for none to be left */
 static __thread device *current;
@@ -112,6 +114,7 @@ EXPORT int cuInit(unsigned flags) {
   version = from_environment("STANDIN_VERSION", 13000);
   peers = from_environment("STANDIN_PEERS", 1);
   idle_alloc = from_environment("STANDIN_IDLE_ALLOC", 0);
+  shared_queues = from_environment("STANDIN_SHARED_QUEUES", 0);
   for (int i = 0; i < MAX_DEVICES; i++) devices[i].number = i;
   return flags ? INVALID_VALUE : device_count ? OK : NO_DEVICE;
 }
@@ -354,17 +357,23 @@ typedef struct op {
   unsigned char args[4096];
   void (*host)(void *);
   void *data;
+  uint64_t number; /* in the order of all */
   struct op *next;
 } op;
 typedef struct graph {
   op *first, **last;
   size_t nodes;
 } graph;
-typedef struct {
+typedef struct stream {
   device *of;
   op *first, **last;
   int busy, ended, context;
   graph *capture;
+  /* With STANDIN_SHARED_QUEUES: the streams of one queue are a ring. doing is the number of the operation
+     that is done. */
+  struct stream *beside;
+  int begun;
+  uint64_t doing;
 } stream;
 static int live_streams, live_events, live_graphs, live_modules;
 
@@ -417,6 +426,37 @@ static void run(stream *s, op *o) {
   if (o->e) forget(o->e);
   pthread_cond_broadcast(&changed);
 }
+/* Whether another stream of the queue has an operation that was enqueued before this one. */
+static int behind(stream *s, uint64_t number) {
+  for (stream *o = s->beside; o != s; o = o->beside)
+    if ((o->busy && o->doing < number) || (o->first && o->first->number < number)) return 1;
+  return 0;
+}
+static void leave_queue(stream *s) {
+  stream *o = s;
+  while (o->beside != s) o = o->beside;
+  o->beside = s->beside;
+}
+/* The stream whose first operation is on its way to the driver. */
+static stream *beginning;
+static void enter_queue(stream *s) {
+  if (!shared_queues) return;
+  pthread_mutex_lock(&lock);
+  int first = !s->begun;
+  if (first && beginning && beginning != s) { /* rings that are not one become one */
+    stream *o = s->beside;
+    while (o != s && o != beginning) o = o->beside;
+    if (o == s) o = s->beside, s->beside = beginning->beside, beginning->beside = o;
+  }
+  if (first) beginning = s;
+  pthread_mutex_unlock(&lock);
+  if (!first) return;
+  usleep(100);
+  pthread_mutex_lock(&lock);
+  s->begun = 1;
+  if (beginning == s) beginning = NULL;
+  pthread_mutex_unlock(&lock);
+}
 static void *serve(void *arg) {
   stream *s = arg;
   pthread_mutex_lock(&lock);
@@ -424,14 +464,17 @@ static void *serve(void *arg) {
     while (!s->first && !s->ended) pthread_cond_wait(&changed, &lock);
     if (!s->first) break;
     op *o = s->first;
+    while (behind(s, o->number) && !s->of->broken) pthread_cond_wait(&changed, &lock);
     if (!(s->first = o->next)) s->last = &s->first;
     s->busy = 1;
+    s->doing = o->number;
     run(s, o);
     s->busy = 0;
     pending--;
     free(o);
-    if (idling) pthread_cond_broadcast(&changed);
+    if (idling || s->beside != s) pthread_cond_broadcast(&changed);
   }
+  leave_queue(s);
   free(s);
   live_streams--;
   pthread_cond_broadcast(&changed);
@@ -452,6 +495,8 @@ static int push(stream *s, const op *o) {
   }
   while (idling) pthread_cond_wait(&changed, &lock);
   pending++;
+  static uint64_t number;
+  n->number = ++number;
   if (n->e) n->e->references++;
   *s->last = n;
   s->last = &n->next;
@@ -466,6 +511,7 @@ EXPORT int cuStreamCreateWithPriority(stream **out, unsigned flags, int priority
   s->of = current;
   s->context = current->contexts;
   s->last = &s->first;
+  s->beside = s;
   pthread_t t;
   pthread_attr_t a;
   pthread_attr_init(&a);
@@ -494,11 +540,13 @@ EXPORT int cuStreamWaitEvent(stream *s, event *e, unsigned flags) {
   END(push(s, &(op){.kind = WAIT_EVENT, .e = e, .generation = e->recorded}));
 }
 EXPORT int cuStreamWaitValue32_v2(stream *s, address at, uint32_t value, unsigned flags) {
+  enter_queue(s);
   BEGIN
   if (flags || !region_at(at, 4)) END(INVALID_VALUE);
   END(push(s, &(op){.kind = WAIT_VALUE, .to = at, .value = value}));
 }
 EXPORT int cuStreamWriteValue32_v2(stream *s, address at, uint32_t value, unsigned flags) {
+  enter_queue(s);
   BEGIN
   if (flags || !region_at(at, 4)) END(INVALID_VALUE);
   END(push(s, &(op){.kind = WRITE_VALUE, .to = at, .value = value}));
@@ -557,6 +605,7 @@ static int copy(stream *s, address to, address from, size_t bytes) {
   return push(s, &(op){.kind = COPY, .to = to, .from = from, .bytes = bytes});
 }
 EXPORT int cuMemcpyAsync(address to, address from, size_t bytes, stream *s) {
+  enter_queue(s);
   BEGIN
   END(copy(s, to, from, bytes));
 }
