@@ -1181,28 +1181,37 @@ func TestFencesWhileBusy(t *testing.T) {
 	r.ok(s.Synchronize(r.ctx))
 }
 
-// TestStreamsBegunAtOnce: two streams whose first operations are enqueued at once, by two goroutines, do not wait behind
-// each other's waits.
+// TestStreamsBegunAtOnce: streams whose first operations are enqueued at once, by a goroutine each, do not wait behind
+// each other's waits. Bytes pass through all of them in turn.
 func TestStreamsBegunAtOnce(t *testing.T) {
 	need(t, 1)
-	rounds := 100
+	rounds := 60
 	if !onGPU {
 		t.Setenv("STANDIN_SHARED_QUEUES", "1")
 		rounds = 10
 	}
-	r := newRig(t, 1)
-	const n, turns = 4096, 3
-	memory := []device.Memory{r.alloc(device.Host, n), r.alloc(device.HBM(0), n)}
+	r := newRig(t, maxGPUs)
+	const n, count, turns = 4096, 6, 3 * 6
+	spaces := r.m.Topology().Spaces()
+	memory := []device.Memory{r.alloc(device.Host, n)}
+	for i := range count {
+		memory = append(memory, r.alloc(spaces[i%len(spaces)], n))
+	}
 	for round := range rounds {
 		turn := r.fence("turn")
-		streams := []*Stream{r.stream(0, "even"), r.stream(0, "odd")}
+		var streams []device.Stream
+		for i := range count {
+			s, err := r.m.NewStream(spaces[i%len(spaces)], device.StreamOptions{Name: fmt.Sprint(i)})
+			r.ok(err)
+			streams = append(streams, s)
+		}
 		begin := make(chan struct{})
 		var all sync.WaitGroup
 		for i, s := range streams {
 			all.Go(func() {
 				<-begin
-				for k := uint32(i); k < 2*turns; k += 2 {
-					if err := errors.Join(s.WaitFence(turn, k), s.Copy(memory[1-i].Range(0, n), memory[i].Range(0, n)), s.SignalFence(turn, k+1)); err != nil {
+				for k := uint32(i); k < turns; k += count {
+					if err := errors.Join(s.WaitFence(turn, k), s.Copy(memory[i+1].Range(0, n), memory[i].Range(0, n)), s.SignalFence(turn, k+1)); err != nil {
 						t.Error(err)
 					}
 				}
@@ -1211,11 +1220,11 @@ func TestStreamsBegunAtOnce(t *testing.T) {
 		close(begin)
 		all.Wait()
 		ctx, stop := context.WithTimeout(r.ctx, 2*time.Second)
-		err := turn.Wait(ctx, 2*turns)
+		err := turn.Wait(ctx, turns)
 		stop()
 		if err != nil {
-			t.Errorf("round %d: it is turn %d of %d, and nobody takes it: %v", round, turn.Value(), 2*turns, err)
-			for ; turn.Value() < 2*turns; time.Sleep(20 * time.Millisecond) {
+			t.Errorf("round %d: it is turn %d of %d, and nobody takes it: %v", round, turn.Value(), turns, err)
+			for ; turn.Value() < turns; time.Sleep(20 * time.Millisecond) {
 				_ = turn.Signal(turn.Value() + 1) // a stream may do it
 			}
 		}

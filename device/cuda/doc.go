@@ -52,7 +52,9 @@
 // fewer copy queues, copies between two GPUs on two streams deadlock if each waits for
 // a fence that the other signals), and CUDA_MODULE_LOADING=EAGER, since lazy loading
 // at a kernel's first launch may synchronize with the device. Open leaves variables
-// that are already set unchanged.
+// that are already set unchanged. For the same reason the driver gets copies, waits,
+// signals and events of all streams one at a time: streams of which the first ones
+// came at once, from several threads, have been seen to share a queue.
 // ---
 //
 // # Example

@@ -51,10 +51,11 @@ type Machine struct {
 	waits sync.RWMutex
 
 	// enqueuing is held while the driver takes an operation of a stream, and nothing is locked under it.
-	// The driver assigns hardware queues to a stream with its first operations: of two streams that begin
-	// at once on two threads, one may get the other's, and then waits behind its waits (seen with driver
-	// 580 and 2 to 6 streams, once in 15 to 60 times, TestStreamsBegunAtOnce; never one at a time).
-	// Launches hold it only for the first one of a stream or a graph, as they take longer.
+	// Without it, of six streams that begin at once, by a thread each, and wait for each other in turn, a copy
+	// stood behind another stream's wait once in 15 to 60 times (H200, driver 580.159; always within the first
+	// two operations of its kind, so it seems that hardware queues are assigned to streams with those, and that
+	// two may get the same). One at a time, in none of 400. Launches, which take longer, hold it only for the first
+	// one of a stream or of a graph.
 	enqueuing sync.Mutex
 
 	// mu guards the fields below, changes of memory, and the accounts. Lock order: a
