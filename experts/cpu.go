@@ -44,6 +44,11 @@ type CPUShare struct {
 	beside                 float64
 	copying                int64
 	bytesPerSecond         float64
+	// over is how many times as long as estimated layers of each form took until all was there: both times
+	// vary, and the later one counts. form and estimated are of the latest layer.
+	over      [forms]float64
+	form      form
+	estimated float64
 	// decided is when the latest layer was divided.
 	decided time.Duration
 	// layers counts divided layers; computed and copied are the latest of them in which the CPU, and
@@ -52,6 +57,16 @@ type CPUShare struct {
 	layers, computed, copied, split, explored int
 	exploredLink, exploredAlone               int
 }
+
+// form is what takes part in the experts of a layer that lie in host memory.
+type form int
+
+const (
+	onCPUAlone   form = iota
+	wholeExperts      // by the CPU and the link, or the link alone
+	dividedExpert
+	forms
+)
 
 // CPURate is how fast the CPU computes experts where they lie, as far as it is known before it has.
 type CPURate struct {
@@ -81,7 +96,7 @@ const AutoCPUShare = -1
 // NewCPUShare returns a share with a fraction of experts from 0 to 1, or AutoCPUShare, and the rate
 // that is assumed until Computed has been called.
 func NewCPUShare(fraction float64, assumed CPURate) *CPUShare {
-	return &CPUShare{fraction: fraction, rate: assumed, beside: 1}
+	return &CPUShare{fraction: fraction, rate: assumed, beside: 1, over: [forms]float64{1, 1, 1}}
 }
 
 // Divide lets one expert of a layer be divided between the CPU and kernels that read it, where they can:
@@ -250,6 +265,23 @@ func (c *CPUShare) Fetched(took time.Duration) {
 	c.link.add(c.linkTerms(), [terms]float64{1, float64(c.copying), 0}, took.Seconds())
 }
 
+// Ended records how long after the latest layer was divided all outputs of its experts were in the GPU's
+// memory.
+func (c *CPUShare) Ended(took time.Duration) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.estimated > 0 {
+		ratio := min(max(took.Seconds()/c.estimated, 1/outlier), outlier)
+		for f := range c.over {
+			if form(f) == c.form {
+				c.over[f] += (ratio - c.over[f]) / overRemembered
+			} else {
+				c.over[f] += (1 - c.over[f]) / overForgotten
+			}
+		}
+	}
+}
+
 // candidate is an expert that may be computed on the CPU.
 type candidate struct {
 	expert, rows int
@@ -327,9 +359,9 @@ type split struct {
 }
 
 const (
-	// splitGain is the least share of the time that dividing an expert has to save: there are two
-	// launches more.
-	splitGain = 0.03
+	// splitGain is the least share of the time that dividing an expert has to save. What the launches that it
+	// adds take is in CPUShare.over.
+	splitGain = 0.01
 	// splitRows is the most rows of an expert that is divided: more do not fit into a tile of the
 	// kernels, which would read its weights over the link again.
 	splitRows = 16
@@ -379,8 +411,11 @@ const (
 	exploreInterval = 64
 	staleInterval   = 256
 	exploreCost     = 0.005
-	// besideRemembered is the number of layers that CPUShare.beside is a mean of.
-	besideRemembered = 16
+	// CPUShare.beside and over are means of so many layers.
+	besideRemembered, overRemembered = 16, 64
+	// overForgotten is the number of layers of other forms after which CPUShare.over is forgotten for the most
+	// part: estimates may have become better since, and the form is tried again.
+	overForgotten = 512
 )
 
 // division is that of a layer's candidates: the CPU computes the first ones, as many as onCPU.
@@ -397,14 +432,15 @@ type division struct {
 func (c *CPUShare) divide(l *kernels.ExpertLayout, link hostLink, list []candidate, mayRead bool, now time.Duration) (d division) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.decided = now
+	c.decided, c.estimated = now, 0
 	t, link := c.time(l), c.measuredLink(link)
 	d.onCPU = t.divide(l.Size, link, list)
 	if len(list) == 0 || link.bytesPerSecond <= 0 {
 		return d
 	}
 	c.layers++
-	seconds, all := t.longer(l.Size, link, list, d.onCPU), c.aloneTime(l).allOnCPU(list)
+	alone := c.aloneTime(l).allOnCPU(list)
+	seconds, all := c.over[wholeExperts]*t.longer(l.Size, link, list, d.onCPU), c.over[onCPUAlone]*alone
 	if all < seconds {
 		d.onCPU, seconds = len(list), all
 	}
@@ -415,16 +451,20 @@ func (c *CPUShare) divide(l *kernels.ExpertLayout, link hostLink, list []candida
 	case mayRead && c.dueLink(l.Size, t, link, list, d.onCPU):
 		d.onCPU, c.exploredLink = min(d.onCPU, len(list)-1), c.layers
 	case mayRead:
-		if n, s := c.bestSplit(l, t, link, list, seconds); s.first > 0 {
-			c.split = c.layers
+		if n, s := c.bestSplit(l, t, link, list, seconds/c.over[dividedExpert]); s.first > 0 {
+			c.split, c.form, c.estimated = c.layers, dividedExpert, s.seconds
 			return division{onCPU: n, first: s.first, head: time.Duration(s.linkFree * float64(time.Second))}
 		}
 		fallthrough
 	default:
 		d.onCPU = c.explore(l.Size, t, link, list, d.onCPU)
 	}
-	free := t.longer(l.Size, link, list, d.onCPU) - link.seconds(list[d.onCPU:])
+	c.form, c.estimated = wholeExperts, t.longer(l.Size, link, list, d.onCPU)
+	free := c.estimated - link.seconds(list[d.onCPU:])
 	d.head = time.Duration(free * float64(time.Second))
+	if d.onCPU == len(list) {
+		c.form, c.estimated = onCPUAlone, alone
+	}
 	return d
 }
 
@@ -453,8 +493,8 @@ func (c *CPUShare) worth(size int64, t CPUTime, link hostLink, list []candidate,
 	return t.longer(size, link, list, other)-seconds <= exploreCost*seconds*float64(layers)
 }
 
-// bestSplit returns the candidate whose division ends first, if that is sooner than the seconds of whole
-// experts. Where none was divided for long, one is now and then that does not end much later.
+// bestSplit returns the candidate whose division ends first, if that is sooner than the seconds without
+// one. Where none was divided for long, one is now and then that does not end much later.
 func (c *CPUShare) bestSplit(l *kernels.ExpertLayout, t CPUTime, link hostLink, list []candidate, whole float64) (candidate int, best split) {
 	read := c.read.coefficients(c.readTerms())
 	limit, since := (1-splitGain)*whole, c.layers-c.split
