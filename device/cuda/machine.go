@@ -52,7 +52,7 @@ type Machine struct {
 
 	// enqueuing is held while the driver takes an operation of a stream, and nothing is locked under it.
 	// Without it, of six streams that begin at once, by a thread each, and wait for each other in turn, a copy
-	// stood behind another stream's wait once in 15 to 60 times (H200, driver 580.159; always within the first
+	// stood behind another stream's wait once in 5 to 80 times (H200, driver 580.159; always within the first
 	// two operations of its kind, so it seems that hardware queues are assigned to streams with those, and that
 	// two may get the same). One at a time, in none of 400. Launches, which take longer, hold it only for the first
 	// one of a stream or of a graph.
