@@ -288,7 +288,8 @@ const CPUExpertsStart = 100 * time.Microsecond
 
 // cpuExperts is the time of the experts of a step of n tokens that the CPU computes, and that of the
 // host link for the others, of which it would take host for all: what the store divides experts by
-// (experts.CPUShare), with a fixed time for each layer and one for each expert.
+// (experts.CPUShare), with a fixed time for each layer and one for each expert. The CPU and the link read the
+// same memory, so both together take at least as long as that needs for all of these experts.
 func (p *Problem) cpuExperts(x *Policy, n, share, host float64) (computing, copying float64) {
 	m, h := &p.Model, &p.Hardware
 	missing := share * float64(x.HostExperts(*m))
@@ -305,7 +306,8 @@ func (p *Problem) cpuExperts(x *Policy, n, share, host float64) (computing, copy
 	if fraction == 0 {
 		return 0, host
 	}
-	return start + fraction*missing*each, (1 - fraction) * host
+	memory := float64(m.ExpertBytes()) / h.HostMemoryRate
+	return start + missing*max(fraction*each, memory), (1 - fraction) * host
 }
 
 // cpuAttention adds the attention of a step's tokens over pairs of queries and keys to s,

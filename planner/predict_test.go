@@ -297,7 +297,7 @@ func TestPredictIsMonotone(t *testing.T) {
 }
 
 // TestCPUExperts: of the experts that one sequence of Mixtral misses, half of which lie in host
-// memory, CPU and link take parts for which both need the same time.
+// memory, CPU and link take parts, in no less time than that memory needs for both.
 func TestCPUExperts(t *testing.T) {
 	p := problem(t, "mixtral-8x7b", "h200")
 	x := offload(t, p, Policy{Batch: 1, OnDemand: true}, 0.5, configs.HostTier)
@@ -315,12 +315,21 @@ func TestCPUExperts(t *testing.T) {
 	near("the link, with all fetched,", fetched.HostLink, missing/p.Hardware.HostToGPU[0])
 	start := 32 * CPUExpertsStart.Seconds()
 	near("the CPU, with all computed,", computed.CPU, start+missing/p.Hardware.HostMemoryRate)
-	near("the CPU, with both,", both.CPU, (start*p.Hardware.HostMemoryRate+missing)/(p.Hardware.HostMemoryRate+p.Hardware.HostToGPU[0]))
-	near("the link, with both,", both.HostLink, both.CPU)
+	near("the CPU, with both,", both.CPU, computed.CPU)
+	near("the link, with both,", both.HostLink, (start*p.Hardware.HostMemoryRate+missing)/(p.Hardware.HostMemoryRate+p.Hardware.HostToGPU[0]))
 	near("the step, with all computed,", computed.Seconds, computed.GPU+computed.CPU+32*p.Hardware.RoundTrip)
 	if fetched.CPU != 0 || computed.HostLink != 0 || both.Seconds > 0.1 || fetched.Seconds < 0.2 {
 		t.Errorf("fetched %+v, computed %+v, both %+v", fetched, computed, both)
 	}
+	// A CPU bound by its arithmetic leaves memory to the link: both end together.
+	slow := p
+	slow.CPUExperts = -1
+	slow.Hardware.CPUFlops = 0.05e12
+	each := 6 * 4096 * 14336 / slow.Hardware.CPUFlops
+	link := float64(p.Model.EnsureDefaults().ExpertBytes()) / p.Hardware.HostToGPU[0]
+	s := predict(t, slow, x).Decode
+	near("a slow CPU, with both,", s.CPU, (start/each+32)/(1/each+1/link))
+	near("the link, with a slow CPU,", s.HostLink, s.CPU)
 	// Many rows are bound by arithmetic, and layers fetched whole have no experts on the CPU.
 	x.Batch = 4096
 	many := predict(t, p, x).Decode
