@@ -45,8 +45,9 @@ type CPUShare struct {
 	copying                int64
 	bytesPerSecond         float64
 	// over is how many times as long as estimated layers of each form took until all was there: both times
-	// vary, and the later one counts. form and estimated are of the latest layer.
+	// vary, and the later one counts. common is of all layers. form and estimated are of the latest layer.
 	over      [forms]float64
+	common    float64
 	form      form
 	estimated float64
 	// decided is when the latest layer was divided.
@@ -63,7 +64,7 @@ type form int
 
 const (
 	onCPUAlone   form = iota
-	wholeExperts      // by the CPU and the link, or the link alone
+	wholeExperts      // by the CPU and the link, or the link alone, of which the time is not measured
 	dividedExpert
 	forms
 )
@@ -96,7 +97,7 @@ const AutoCPUShare = -1
 // NewCPUShare returns a share with a fraction of experts from 0 to 1, or AutoCPUShare, and the rate
 // that is assumed until Computed has been called.
 func NewCPUShare(fraction float64, assumed CPURate) *CPUShare {
-	return &CPUShare{fraction: fraction, rate: assumed, beside: 1, over: [forms]float64{1, 1, 1}}
+	return &CPUShare{fraction: fraction, rate: assumed, beside: 1, over: [forms]float64{1, 1, 1}, common: 1}
 }
 
 // Divide lets one expert of a layer be divided between the CPU and kernels that read it, where they can:
@@ -272,13 +273,8 @@ func (c *CPUShare) Ended(took time.Duration) {
 	defer c.mu.Unlock()
 	if c.estimated > 0 {
 		ratio := min(max(took.Seconds()/c.estimated, 1/outlier), outlier)
-		for f := range c.over {
-			if form(f) == c.form {
-				c.over[f] += (ratio - c.over[f]) / overRemembered
-			} else {
-				c.over[f] += (1 - c.over[f]) / overForgotten
-			}
-		}
+		c.over[c.form] += (ratio - c.over[c.form]) / overRemembered
+		c.common += (ratio - c.common) / commonRemembered
 	}
 }
 
@@ -319,20 +315,20 @@ func forCPU(list []candidate) {
 	})
 }
 
-// divide returns how many of the first candidates, of that size, the CPU computes so that all experts
-// are there, or computed, as early as possible. A copy in progress goes on, in vain, where the CPU
+// divide returns how many of the first candidates, of that size and at most so many, the CPU computes so that
+// all experts are there, or computed, as early as possible, and how long that takes. A copy in progress goes on, in vain, where the CPU
 // computes its expert.
-func (t CPUTime) divide(size int64, link hostLink, list []candidate) (onCPU int) {
+func (t CPUTime) divide(size int64, link hostLink, list []candidate, most int) (onCPU int, best float64) {
+	best = math.Inf(1)
 	if link.bytesPerSecond <= 0 {
-		return 0 // nothing to compare with
+		return 0, best // nothing to compare with
 	}
-	best := math.Inf(1)
-	for n := range len(list) + 1 {
+	for n := range most + 1 {
 		if seconds := t.longer(size, link, list, n); seconds < best {
 			onCPU, best = n, seconds
 		}
 	}
-	return onCPU
+	return onCPU, best
 }
 
 // longer is the time until all experts are there if the CPU computes the first n.
@@ -413,9 +409,10 @@ const (
 	exploreCost     = 0.005
 	// CPUShare.beside and over are means of so many layers.
 	besideRemembered, overRemembered = 16, 64
-	// overForgotten is the number of layers of other forms after which CPUShare.over is forgotten for the most
-	// part: estimates may have become better since, and the form is tried again.
-	overForgotten = 512
+	// overForgotten is the number of layers of other forms after which what CPUShare.over differs from common is
+	// forgotten for the most part: estimates may have become better since, and the form is tried again.
+	// common is a mean of so many layers that estimates which are off for a while change little of it.
+	overForgotten, commonRemembered = 512, 2048
 )
 
 // division is that of a layer's candidates: the CPU computes the first ones, as many as onCPU.
@@ -434,19 +431,25 @@ func (c *CPUShare) divide(l *kernels.ExpertLayout, link hostLink, list []candida
 	defer c.mu.Unlock()
 	c.decided, c.estimated = now, 0
 	t, link := c.time(l), c.measuredLink(link)
-	d.onCPU = t.divide(l.Size, link, list)
 	if len(list) == 0 || link.bytesPerSecond <= 0 {
-		return d
+		return d // nothing to compare with
 	}
 	c.layers++
-	alone := c.aloneTime(l).allOnCPU(list)
-	seconds, all := c.over[wholeExperts]*t.longer(l.Size, link, list, d.onCPU), c.over[onCPUAlone]*alone
+	for f := range c.over {
+		if form(f) != c.form {
+			c.over[f] += (c.common - c.over[f]) / overForgotten
+		}
+	}
+	var whole float64
+	d.onCPU, whole = t.divide(l.Size, link, list, len(list)-1)
+	alone := min(c.aloneTime(l).allOnCPU(list), t.longer(l.Size, link, list, len(list)))
+	seconds, all := c.over[wholeExperts]*whole, c.over[onCPUAlone]*alone
 	if all < seconds {
 		d.onCPU, seconds = len(list), all
 	}
 	mayRead = mayRead && c.divides
 	switch {
-	case c.dueAlone(all, seconds):
+	case alone < 2*min(alone, whole) && c.dueAlone(all, seconds):
 		d.onCPU, c.exploredAlone = len(list), c.layers
 	case mayRead && c.dueLink(l.Size, t, link, list, d.onCPU):
 		d.onCPU, c.exploredLink = min(d.onCPU, len(list)-1), c.layers
@@ -474,7 +477,7 @@ func (c *CPUShare) dueAlone(all, best float64) bool {
 	if c.alone.count < warmUp {
 		interval = exploreInterval / 4
 	}
-	return layers >= interval && all < 2*best && all-best <= exploreCost*best*float64(layers)
+	return layers >= interval && all-best <= exploreCost*best*float64(layers)
 }
 
 // dueLink reports whether the layer is divided into whole experts, one of them copied at least, so that the
@@ -514,7 +517,8 @@ func (c *CPUShare) bestSplit(l *kernels.ExpertLayout, t CPUTime, link hostLink, 
 func (c *CPUShare) predict(l *kernels.ExpertLayout, link hostLink, list []candidate) (onCPU int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.time(l).divide(l.Size, c.measuredLink(link), list)
+	onCPU, _ = c.time(l).divide(l.Size, c.measuredLink(link), list, len(list))
+	return onCPU
 }
 
 // measuredLink is a link with what layers have measured of it.

@@ -367,7 +367,7 @@ func TestDivisionOfRandomHosts(t *testing.T) {
 }
 
 // TestShareOfVaryingTimes: where times vary from layer to layer, the later of the CPU and the link counts, and
-// taking part costs something by itself, so that a link that saves little should not: auto comes within 3 % of the
+// taking part costs something by itself, so that a link that saves little should not: auto comes within 4 % of the
 // division with the shortest mean.
 func TestShareOfVaryingTimes(t *testing.T) {
 	racedetector.SkipSequential(t)
@@ -398,6 +398,49 @@ func TestShareOfVaryingTimes(t *testing.T) {
 				}
 			}
 		}
+	}
+}
+
+// TestShareWeighsForms: the CPU alone, which takes longer than estimated, is compared with the best division in which the
+// link takes part.
+func TestShareWeighsForms(t *testing.T) {
+	x := float64(mixtralExpert.Size)
+	for _, rate := range []float64{40e9, 50e9, 60e9} {
+		auto := NewCPUShare(AutoCPUShare, CPURate{BytesPerSecond: 150e9, FlopsPerSecond: 1e15})
+		auto.over[onCPUAlone] = 1.5
+		list := []candidate{{0, 1, mixtralExpert.Size}, {1, 1, mixtralExpert.Size}, {2, 1, mixtralExpert.Size}}
+		got := auto.divide(&mixtralExpert, hostLink{bytesPerSecond: rate}, list, false, 0).onCPU
+		alone, whole := 1.5*3*x/150e9, max(2*x/150e9, x/rate)
+		if whole >= alone {
+			t.Fatal("the case is none")
+		}
+		if got != 2 {
+			t.Errorf("link at %v: the CPU got %d of 3, where it takes %.2f ms alone, and two %.2f beside a copy", rate, got, 1e3*alone, 1e3*whole)
+		}
+	}
+}
+
+// TestShareForgetsASpell: a form that was slow for a while is in use again 1,000 layers later.
+func TestShareForgetsASpell(t *testing.T) {
+	x := float64(mixtralExpert.Size)
+	h := hostTimes{CPUTime{90e-6, x / 149e9, 0}, 40e-6, 53e9, 1.35, 0, 0, 0, 0.4e-3}
+	auto, r, now := NewCPUShare(AutoCPUShare, serverCPU), rand.New(rand.NewPCG(11, 12)), time.Duration(0)
+	alone := func(layers int, late float64) (share float64) {
+		for range layers {
+			list := []candidate{{0, 1, mixtralExpert.Size}, {1, 1, mixtralExpert.Size}}
+			if cpu, link := h.play(auto, list, now, r); link == 0 {
+				share += 1 / float64(layers)
+				auto.Ended(time.Duration(late * cpu * float64(time.Second)))
+			}
+			now += time.Second
+		}
+		return share
+	}
+	before := alone(3000, 1)
+	during := alone(200, 4)
+	alone(1000, 1)
+	if after := alone(1000, 1); before < 0.9 || during > 0.9 || after < 0.9 {
+		t.Errorf("the CPU had %.2f of the layers alone before it was late, %.2f meanwhile, and %.2f afterwards", before, during, after)
 	}
 }
 
@@ -441,7 +484,7 @@ func TestShareLearnsSoon(t *testing.T) {
 			took, best = took+max(cpu, link), best+h.best(list)
 		}
 	}
-	if took > 1.04*best {
+	if took > 1.03*best {
 		t.Errorf("%.3f times the best division", took/best)
 	}
 }

@@ -69,9 +69,11 @@ func (s *Stream) CopyBatch(dst, src []device.Range) error {
 	if dropped {
 		return nil
 	}
-	s.m.enqueuing.Lock()
+	first := s.begins(batchOperation)
 	c := C.ms_copy_batch(s.g.context(), call, words64(b.to), words64(b.from), words64(b.bytes), C.size_t(n), streamHandle(s.s))
-	s.m.enqueuing.Unlock()
+	if first {
+		s.m.endEnqueuing()
+	}
 	if c == notSupported {
 		return s.noBatches("cuMemcpyBatchAsync is not supported on this device")
 	}

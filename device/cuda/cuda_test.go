@@ -1232,6 +1232,83 @@ func TestStreamsBegunAtOnce(t *testing.T) {
 	}
 }
 
+// TestStreamsBeginApart: two streams whose first operations are of one kind, and enqueued at once, do not wait behind each
+// other's waits, for each kind.
+func TestStreamsBeginApart(t *testing.T) {
+	need(t, 2)
+	if !onGPU {
+		t.Setenv("STANDIN_SHARED_QUEUES", "1")
+	}
+	r := newRig(t, 2)
+	fill := r.function(r.load(0), "fill")
+	here, host, far := r.alloc(device.HBM(0), 64), r.alloc(device.Host, 64), r.alloc(device.HBM(1), 64)
+	other, more := r.alloc(device.HBM(0), 64), r.alloc(device.Host, 64)
+	past, recorded := r.fence("past"), r.event()
+	r.ok(past.Signal(1))
+	capturing := r.stream(0, "captures")
+	r.ok(capturing.Record(recorded))
+	launch := func(s *Stream) error {
+		s.Args().Addr(all(here).Addr).U32(1).U32(16)
+		return s.Launch(fill, Grid{Threads: [3]int{16}})
+	}
+	graph, err := capturing.Capture(func() error { return launch(capturing) })
+	r.ok(err)
+	defer graph.Close() //nolint:errcheck // the machine's end says so
+	for name, first := range map[string]func(s *Stream) error{
+		"launch":            launch,
+		"graph":             func(s *Stream) error { return s.LaunchGraph(graph) },
+		"copy to a GPU":     func(s *Stream) error { return s.Copy(all(here), all(host)) },
+		"copy to the host":  func(s *Stream) error { return s.Copy(all(host), all(here)) },
+		"copy within a GPU": func(s *Stream) error { return s.Copy(all(here), all(other)) },
+		"copy to a peer":    func(s *Stream) error { return s.Copy(all(far), all(here)) },
+		"copy on the host":  func(s *Stream) error { return s.Copy(all(more), all(host)) },
+		"batch": func(s *Stream) error {
+			return s.CopyBatch([]device.Range{all(here), all(other)}, []device.Range{all(host), all(more)})
+		},
+		"wait for a fence":  func(s *Stream) error { return s.WaitFence(past, 1) },
+		"wait for an event": func(s *Stream) error { return s.Wait(recorded) },
+		"signal":            func(s *Stream) error { return s.SignalFence(r.fence("own"), 1) },
+		"record":            func(s *Stream) error { return s.Record(r.event()) },
+	} {
+		for range 3 {
+			f := r.fence("signaled by the other")
+			waits, signals := r.stream(0, "waits"), r.stream(0, "signals")
+			var both sync.WaitGroup
+			begin := make(chan struct{})
+			for _, s := range []*Stream{waits, signals} {
+				both.Go(func() {
+					<-begin
+					if err := first(s); err != nil && !(onGPU && errors.Is(err, device.ErrNoBatches)) {
+						t.Errorf("%s: %v", name, err)
+					}
+				})
+			}
+			close(begin)
+			both.Wait()
+			r.ok(waits.WaitFence(f, 1))
+			r.ok(signals.SignalFence(f, 1))
+			ctx, stop := context.WithTimeout(r.ctx, time.Second)
+			if err := f.Wait(ctx, 1); err != nil {
+				t.Errorf("%s: a signal stands behind another stream's wait: %v", name, err)
+				r.ok(f.Signal(1))
+			}
+			stop()
+			r.ok(waits.Synchronize(r.ctx))
+			r.ok(signals.Synchronize(r.ctx))
+		}
+	}
+}
+
+// TestBeginPatience: where the driver does not take a stream's first operation, others can be enqueued nevertheless.
+func TestBeginPatience(t *testing.T) {
+	r := newRig(t, 1)
+	r.m.enqueuing <- struct{}{} // as of a call of the driver that does not return
+	f, s := r.fence("signaled"), r.stream(0, "other")
+	r.ok(s.SignalFence(f, 1))
+	r.ok(f.Wait(r.ctx, 1))
+	r.m.endEnqueuing()
+}
+
 func TestLostDevice(t *testing.T) {
 	driver := keepStandIn(t)
 	for _, name := range []string{"lost", "probe"} {

@@ -52,9 +52,9 @@
 // fewer copy queues, copies between two GPUs on two streams deadlock if each waits for
 // a fence that the other signals), and CUDA_MODULE_LOADING=EAGER, since lazy loading
 // at a kernel's first launch may synchronize with the device. Open leaves variables
-// that are already set unchanged. For the same reason the driver gets copies, waits,
-// signals and events of all streams one at a time: streams of which the first ones
-// came at once, from several threads, have been seen to share a queue.
+// that are already set unchanged. The driver gets the first operations of streams one
+// at a time, as streams that several threads begin at once have been seen to share a
+// queue; what Do enqueues is not among them.
 // ---
 //
 // # Example

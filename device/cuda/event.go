@@ -169,9 +169,11 @@ func (e *event) recordGPU(s *Stream, point uint64) (int, error) {
 		}
 		e.spare[s.g.index] = cu.Event{}
 	}
-	e.m.enqueuing.Lock()
+	first := s.begins(recordOperation)
 	err := r.handle.Record(s.s)
-	e.m.enqueuing.Unlock()
+	if first {
+		e.m.endEnqueuing()
+	}
 	if err != nil {
 		if r != e.gpu {
 			e.keep(r)

@@ -252,9 +252,7 @@ func (g *gpu) recordAnchor() (anchor cu.Event, at, span time.Duration, err error
 		return anchor, 0, 0, err
 	}
 	before := g.m.Now()
-	g.m.enqueuing.Lock()
 	err = anchor.Record(g.idle)
-	g.m.enqueuing.Unlock()
 	for err == nil {
 		r := C.ms_event_query(g.context(), eventHandle(&anchor))
 		span = g.m.Now() - before

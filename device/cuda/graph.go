@@ -19,8 +19,6 @@ type Graph struct {
 	g     *gpu
 	exec  C.CUgraphExec
 	nodes int
-	// launched: it was launched before, see Machine.enqueuing.
-	launched bool
 }
 
 var _ device.Capturer = (*Stream)(nil)
@@ -70,10 +68,7 @@ func (s *Stream) Capture(f func() error) (device.Graph, error) {
 		return nil, s.g.fail("capture", int(c), s.String())
 	}
 	g := &Graph{g: s.g, exec: exec, nodes: int(nodes)}
-	s.m.enqueuing.Lock()
-	c = C.ms_graph_upload(s.g.context(), g.exec, streamHandle(s.s))
-	s.m.enqueuing.Unlock()
-	if c != success {
+	if c := C.ms_graph_upload(s.g.context(), g.exec, streamHandle(s.s)); c != success {
 		return nil, errors.Join(s.g.fail("capture", int(c), s.String()), g.Close())
 	}
 	return g, nil
@@ -98,8 +93,8 @@ func (s *Stream) LaunchGraph(graph device.Graph) error {
 	if dropped {
 		return nil
 	}
-	if s.first(&g.launched) {
-		defer s.m.enqueuing.Unlock()
+	if s.begins(graphOperation) {
+		defer s.m.endEnqueuing()
 	}
 	if c := C.ms_graph_launch(s.g.context(), g.exec, streamHandle(s.s)); c != success {
 		return s.refused(op, "launch", int(c), fmt.Sprintf("graph of %d operations", g.nodes))

@@ -264,24 +264,13 @@ func (s *Stream) Launch(f *Function, d Grid) error {
 		}
 		s.overlapping = op
 	}
-	if s.first(&s.launched) {
-		defer s.m.enqueuing.Unlock()
+	if s.begins(launchOperation) {
+		defer s.m.endEnqueuing()
 	}
 	if c := C.ms_launch(s.g.context(), f.handle, streamHandle(s.s), shape, s.args.block); c != success {
 		return s.refused(op, "launch", int(c), fmt.Sprintf("kernel %q, blocks %v of %v threads", f.name, d.Blocks, d.Threads))
 	}
 	return nil
-}
-
-// first reports whether a launch is the first one of the stream, or of a graph, by their flag; if so, it has
-// locked enqueuing.
-func (s *Stream) first(launched *bool) bool {
-	if *launched || s.capturing {
-		return false
-	}
-	*launched = true
-	s.m.enqueuing.Lock()
-	return true
 }
 
 // overlaps reports whether operation op, a launch with Overlap, immediately follows another
@@ -295,7 +284,7 @@ func (s *Stream) overlaps(op uint64) bool {
 const overlapCapability = 90
 
 // Do runs f, locked to its thread, with the stream's context current, for libraries that
-// enqueue on Stream.Handle and call nothing else of the stream. If the stream is in error, Do does not run f. An error of f
+// enqueue on Stream.Handle. If the stream is in error, Do does not run f. An error of f
 // puts the stream into error, and Do returns it as a *device.Error.
 func (s *Stream) Do(name string, f func() error) error {
 	if err := s.usable("launch"); err != nil {
@@ -309,11 +298,7 @@ func (s *Stream) Do(name string, f func() error) error {
 		s.g.leave()
 		return s.refused(op, "launch", code(err), name)
 	}
-	first := s.first(&s.launched)
 	err := f()
-	if first {
-		s.m.enqueuing.Unlock()
-	}
 	s.g.leave()
 	if err != nil {
 		// The error may be the first sign that the context is lost.

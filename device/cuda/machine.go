@@ -50,13 +50,8 @@ type Machine struct {
 	// waiting goroutine uses.
 	waits sync.RWMutex
 
-	// enqueuing is held while the driver takes an operation of a stream, and nothing is locked under it.
-	// Without it, of six streams that begin at once, by a thread each, and wait for each other in turn, a copy
-	// stood behind another stream's wait once in 5 to 80 times (H200, driver 580.159; always within the first
-	// two operations of its kind, so it seems that hardware queues are assigned to streams with those, and that
-	// two may get the same). One at a time, in none of 400. Launches, which take longer, hold it only for the first
-	// one of a stream or of a graph.
-	enqueuing sync.Mutex
+	// enqueuing holds an element while the driver takes one of the first operations of a stream, see begin.go.
+	enqueuing chan struct{}
 
 	// mu guards the fields below, changes of memory, and the accounts. Lock order: a
 	// fence's or event's lock before mu, never after it.
@@ -97,7 +92,7 @@ func New(o Options) (*Machine, error) {
 		return nil, badArgument("open", device.Host, "%d GPUs asked for; %d is the most", len(o.GPUs), maxGPUs)
 	}
 	m := &Machine{
-		o: o, WallClock: device.WallClock{Opened: time.Now()}, version: version, registers: true, aborted: make(chan struct{}),
+		o: o, WallClock: device.WallClock{Opened: time.Now()}, version: version, registers: true, aborted: make(chan struct{}), enqueuing: make(chan struct{}, 1),
 		streams: map[*Stream]struct{}{}, hosts: map[*hostStream]struct{}{}, events: map[*event]struct{}{}, fences: map[*fence]struct{}{}, suspended: map[*memory]struct{}{},
 	}
 	for i, n := range o.GPUs {

@@ -36,8 +36,8 @@ type Stream struct {
 	ops       uint64
 	epoch     *epoch
 	capturing bool
-	// launched: the driver has launched a kernel or graph on the stream, see Machine.enqueuing.
-	launched bool
+	// begun counts operations by kind, up to beginning.
+	begun [operations]uint8
 	// overlapping is the number of the latest launch with Grid.Overlap, 0 for none.
 	overlapping uint64
 
@@ -173,8 +173,9 @@ func (s *Stream) Copy(dst, src device.Range) error {
 }
 
 func (s *Stream) copy(to, from *memory, dst, src device.Range) int {
-	s.m.enqueuing.Lock()
-	defer s.m.enqueuing.Unlock()
+	if s.begins(copyOperation(to, from)) {
+		defer s.m.endEnqueuing()
+	}
 	if to.g == nil && from.g == nil {
 		return int(C.ms_host_copy(s.g.context(), streamHandle(s.s), C.uint64_t(dst.Addr), C.uint64_t(src.Addr), C.size_t(dst.Bytes)))
 	}
@@ -288,13 +289,7 @@ func (s *Stream) Wait(e device.Event) error {
 			return nil
 		}
 		s.epoch.inherit(op, r.epoch, r.point)
-		s.m.enqueuing.Lock()
-		if err = s.g.enter(); err == nil {
-			err = s.s.Wait(r.handle, 0)
-		}
-		s.g.leave()
-		s.m.enqueuing.Unlock()
-		c = code(err)
+		c = s.awaitEvent(r)
 	}
 	if c != success {
 		return s.refused(op, "wait", c, "")
@@ -302,10 +297,24 @@ func (s *Stream) Wait(e device.Event) error {
 	return nil
 }
 
+// awaitEvent enqueues a wait for a GPU's recording.
+func (s *Stream) awaitEvent(r *gpuRecording) int {
+	if s.begins(awaitEventOperation) {
+		defer s.m.endEnqueuing()
+	}
+	err := s.g.enter()
+	if err == nil {
+		err = s.s.Wait(r.handle, 0)
+	}
+	s.g.leave()
+	return code(err)
+}
+
 // await enqueues a wait for a word to reach value.
 func (s *Stream) await(w word, value uint32) int {
-	s.m.enqueuing.Lock()
-	defer s.m.enqueuing.Unlock()
+	if s.begins(awaitOperation) {
+		defer s.m.endEnqueuing()
+	}
 	err := s.g.enter()
 	if err == nil {
 		err = s.s.WaitOnValue32(cu.DevicePtr(w.addr), value, C.CU_STREAM_WAIT_VALUE_GEQ)
@@ -339,18 +348,24 @@ func (s *Stream) SignalFence(f device.Fence, value uint32) error {
 		fe.condemn(value, cause)
 		fe.mu.Unlock()
 	}
-	s.m.enqueuing.Lock()
-	err = s.g.enter()
-	if err == nil {
-		err = s.s.WriteValue32(cu.DevicePtr(fe.word.addr), value, C.CU_STREAM_WRITE_VALUE_DEFAULT)
-	}
-	s.g.leave()
-	s.m.enqueuing.Unlock()
-	if err != nil {
-		e := s.refused(op, "signal", code(err), fe.String())
+	if c := s.signal(fe.word, value); c != success {
+		e := s.refused(op, "signal", c, fe.String())
 		return errors.Join(e, fe.fail(value, e))
 	}
 	return nil
+}
+
+// signal enqueues that a word gets a value.
+func (s *Stream) signal(w word, value uint32) int {
+	if s.begins(signalOperation) {
+		defer s.m.endEnqueuing()
+	}
+	err := s.g.enter()
+	if err == nil {
+		err = s.s.WriteValue32(cu.DevicePtr(w.addr), value, C.CU_STREAM_WRITE_VALUE_DEFAULT)
+	}
+	s.g.leave()
+	return code(err)
 }
 
 // WaitFence implements device.Stream.

@@ -122,8 +122,10 @@ func TestTierSizes(t *testing.T) {
 		"peers":             {Config{GPUBlocks: 7}, []TierSize{{PeerGPU, 7, 16, 1000, 0}}, ""},
 		"two blocks in one": {Config{CPUBlocks: 10, BlockFactor: 2}, []TierSize{{CPU, 10, 32, 2000, 20000}}, ""},
 		"bytes":             {Config{CPUBytes: 4999}, []TierSize{{CPU, 4, 16, 1000, 4000}}, ""},
-		"files":             {Config{CPUBlocks: 1, FileBlocks: 7}, []TierSize{{CPU, 1, 16, 1000, 1000}, {File, 7, 16, 1000, 16 * 2097 * 1000}}, ""},
-		"large blocks":      {Config{FileBlocks: 7, BlockTokens: 16 * 5000}, []TierSize{{File, 7, 80000, 5000000, 16 * 5000000}}, ""},
+		"files":             {Config{CPUBlocks: 1, FileBlocks: 7}, []TierSize{{CPU, 1, 16, 1000, 1000}, {File, 7, 16, 1000, 32 * 7 * 1000}}, ""},
+		"large blocks":      {Config{FileBlocks: 7, BlockTokens: 16 * 5000}, []TierSize{{File, 7, 80000, 5000000, 32 * 5000000}}, ""},
+		"many files":        {Config{FileBlocks: 1 << 20}, []TierSize{{File, 1 << 20, 16, 1000, 32 * 8388 * 1000}}, ""},
+		"shared files":      {Config{FileBlocks: 33, BlockTokens: 16 * 1000}, []TierSize{{File, 33, 16000, 1000000, 32 * 3 * 1000000}}, ""},
 		"too small":         {Config{CPUBytes: 999}, nil, "cpu_bytes_to_use) of 999 bytes is less than one block of 1000 bytes"},
 		"too many bytes":    {Config{CPUBlocks: maxBlocks, BlockFactor: maxBlocks}, nil, "in tier CPU are more than there can be; lower its size"},
 		"no multiple":       {Config{CPUBlocks: 1, BlockTokens: 5}, nil, "block_size is 5 tokens"},
@@ -131,6 +133,29 @@ func TestTierSizes(t *testing.T) {
 		got, err := x.config.Tiers(1000, 16)
 		if !reflect.DeepEqual(got, x.want) || (err == nil) != (x.err == "") || err != nil && !strings.Contains(err.Error(), x.err) {
 			t.Errorf("%s: %+v, %v; want %+v", name, got, err, x.want)
+		}
+	}
+}
+
+// TestGroupsOfFiles: all streams take part in a job, unless its blocks are small, and no group is larger than a buffer.
+func TestGroupsOfFiles(t *testing.T) {
+	for _, c := range []struct {
+		blockBytes    int64
+		tier, job     int
+		group, buffer int
+	}{
+		{2 << 20, 1000, 7, 1, 4},
+		{2 << 20, 1000, 33, 3, 4},
+		{2 << 20, 1000, 500, 4, 4},
+		{2 << 20, 20, 20, 2, 2},
+		{9 << 20, 1000, 500, 1, 1},
+		{1 << 10, 1 << 20, 100, 100, 8 << 10},
+		{1 << 10, 1 << 20, 1 << 20, 8 << 10, 8 << 10},
+		{1 << 10, 7, 7, 7, 7},
+	} {
+		f := fileMemory{env: Env{BlockBytes: c.blockBytes}, perBuffer: int(bufferBlocks(c.blockBytes, c.tier))}
+		if got := min(c.job, f.groupBlocks(c.job)); got != c.group || f.perBuffer != c.buffer {
+			t.Errorf("%+v: groups of %d, buffers of %d blocks", c, got, f.perBuffer)
 		}
 	}
 }

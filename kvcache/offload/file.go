@@ -20,8 +20,8 @@ const FileReaders = 16
 const (
 	// stagingBuffers are two for each stream: one is filled while the other is copied.
 	stagingBuffers = 2 * FileReaders
-	// bufferBytes is the size of a staging buffer, in whole blocks and at least one. Handing a buffer on costs
-	// some 100 us, during which no other is: with 2 MiB loads from the page cache were bound by that.
+	// bufferBytes is the most that a staging buffer has, in whole blocks and at least one. With 2 MiB, and 8 or 16
+	// streams, loads from memory were half as fast as with 8 MiB and 16 streams (docs/log/two-gpus-2026-11-29.md).
 	bufferBytes = 8 << 20
 	// shareBytes is the least, in whole blocks and at least one, that a job is divided into so that more
 	// streams take part.
@@ -30,7 +30,7 @@ const (
 
 // bufferBlocks is the number of blocks of a staging buffer, for a tier of so many blocks.
 func bufferBlocks(blockBytes int64, blocks int) int64 {
-	return max(1, min(bufferBytes/blockBytes, share(blockBytes, blocks)))
+	return max(1, min(bufferBytes/blockBytes, share(blockBytes, blocks), int64(blocks)))
 }
 
 // share is the number of blocks that each stream gets of a job.
@@ -280,7 +280,7 @@ func (h fileHandler) Start(job *Job) (Transfer, []int, error) {
 	for i := range job.Blocks {
 		t.files = append(t.files, f.begin(job.Blocks[i].Key, h.store))
 	}
-	most := min(f.perBuffer, int(share(f.env.BlockBytes, len(job.Blocks))))
+	most := f.groupBlocks(len(job.Blocks))
 	for i := 0; i < len(job.Blocks); i += most {
 		g := &group{transfer: t, first: i, n: min(most, len(job.Blocks)-i)}
 		t.left++
@@ -292,6 +292,11 @@ func (h fileHandler) Start(job *Job) (Transfer, []int, error) {
 	}
 	f.pump()
 	return t, nil, nil
+}
+
+// groupBlocks is the number of blocks of a job's groups.
+func (f *fileMemory) groupBlocks(blocks int) int {
+	return min(f.perBuffer, int(share(f.env.BlockBytes, blocks)))
 }
 
 // begin returns the file of a key, for a store or a load that begins; nil: a load finds none. mu

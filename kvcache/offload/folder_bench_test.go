@@ -61,7 +61,7 @@ func BenchmarkReadFiles(b *testing.B) {
 		return unix.Fadvise(int(file.Fd()), 0, 0, unix.FADV_DONTNEED)
 	}
 	for _, from := range []string{"cache", "disk"} {
-		for _, threads := range []int{1, 2, 4, FileReaders, 16} {
+		for _, threads := range []int{1, 2, 4, 8, FileReaders} {
 			for _, way := range []struct {
 				name string
 				read func(string, kvcache.Key, []byte) error

@@ -536,6 +536,7 @@ EXPORT int cuStreamQuery(stream *s) {
   END(s->first || s->busy ? NOT_READY : OK);
 }
 EXPORT int cuStreamWaitEvent(stream *s, event *e, unsigned flags) {
+  enter_queue(s);
   BEGIN
   END(push(s, &(op){.kind = WAIT_EVENT, .e = e, .generation = e->recorded}));
 }
@@ -552,6 +553,7 @@ EXPORT int cuStreamWriteValue32_v2(stream *s, address at, uint32_t value, unsign
   END(push(s, &(op){.kind = WRITE_VALUE, .to = at, .value = value}));
 }
 EXPORT int cuLaunchHostFunc(stream *s, void (*f)(void *), void *data) {
+  enter_queue(s);
   BEGIN
   END(push(s, &(op){.kind = HOST, .host = f, .data = data}));
 }
@@ -570,6 +572,7 @@ EXPORT int cuEventDestroy_v2(event *e) {
   END(OK);
 }
 EXPORT int cuEventRecord(event *e, stream *s) {
+  enter_queue(s);
   BEGIN
   if (e->of != s->of) END(INVALID_HANDLE);
   int r = push(s, &(op){.kind = RECORD, .e = e, .generation = e->recorded + 1});
@@ -611,6 +614,7 @@ EXPORT int cuMemcpyAsync(address to, address from, size_t bytes, stream *s) {
 }
 EXPORT int cuMemcpyBatchAsync(address *to, address *from, size_t *bytes, size_t n, const int *attributes, size_t *first, size_t kinds,
                               size_t *failed, stream *s) {
+  enter_queue(s);
   BEGIN
   if (!n || kinds != 1 || *first != 0 || *attributes != 1 || attributes[5] != 0) END(INVALID_VALUE);
   for (size_t i = 0; i < n; i++) {
@@ -722,6 +726,7 @@ typedef struct {
 
 /* An operation starts when the one in front has ended, also where a launch would do with less. */
 EXPORT int cuLaunchKernelEx(const launch_config *c, function *f, void **params, void **extra) {
+  enter_queue(c->s);
   BEGIN
   op o = {.kind = LAUNCH, .run = f->run, .s = {{c->grid[0], c->grid[1], c->grid[2]}, {c->block[0], c->block[1], c->block[2]}, c->shared}};
   if (extra || c->count > 1 || (c->count == 1 && (c->attributes->id != 6 || !c->attributes->on))) END(INVALID_VALUE);
@@ -780,6 +785,7 @@ EXPORT int cuGraphInstantiateWithFlags(graph **exec, graph *g, unsigned long lon
 }
 EXPORT int cuGraphUpload(graph *e, stream *s) { return OK; }
 EXPORT int cuGraphLaunch(graph *e, stream *s) {
+  enter_queue(s);
   BEGIN
   int r = OK;
   for (op *o = e->first; o && !r; o = o->next) r = push(s, o);
