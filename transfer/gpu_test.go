@@ -22,6 +22,9 @@ var (
 	mib    = flag.Int64("mib", 512, "size of the largest copies, in MiB")
 )
 
+// relayBuffer is the size of a relay's buffer, in bytes.
+const relayBuffer = 8 << 20
+
 // gpuRig is a machine of GPUs with an engine for which all relay, and its buffers.
 type gpuRig struct {
 	*testing.T
@@ -54,11 +57,11 @@ func newGPURig(t *testing.T) *gpuRig {
 	r.ok(err)
 	t.Cleanup(func() { r.ok(r.engine.Close()) })
 	for g := range r.gpus {
-		memory := r.alloc(device.HBM(g), 6*8<<20)
+		memory := r.alloc(device.HBM(g), 6*relayBuffer)
 		relay := transfer.Relay{GPU: device.HBM(g)}
 		for i := range int64(3) {
-			relay.In = append(relay.In, memory.Region(i*8<<20, 8<<20))
-			relay.Out = append(relay.Out, memory.Region((3+i)*8<<20, 8<<20))
+			relay.In = append(relay.In, memory.Region(i*relayBuffer, relayBuffer))
+			relay.Out = append(relay.Out, memory.Region((3+i)*relayBuffer, relayBuffer))
 		}
 		r.relays = append(r.relays, relay)
 		r.ok(r.engine.AddRelay(relay))
@@ -202,7 +205,7 @@ func TestGPURelayRemoved(t *testing.T) {
 	src, back := r.filled(n, 2), r.alloc(device.Host, n)
 	in, out := r.alloc(device.HBM(0), n), r.alloc(device.HBM(0), n)
 	r.copyPlain(out, src, n)
-	check, garbage := r.alloc(device.Host, n), r.filled(5<<20, 3)
+	check, garbage := r.alloc(device.Host, n), r.filled(relayBuffer, 3)
 	rng := rand.New(rand.NewPCG(4, 4))
 	for round := range 16 {
 		clear(back.Write(0, n))
