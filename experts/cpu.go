@@ -316,8 +316,8 @@ func forCPU(list []candidate) {
 }
 
 // divide returns how many of the first candidates, of that size and at most so many, the CPU computes so that
-// all experts are there, or computed, as early as possible, and how long that takes. A copy in progress goes on, in vain, where the CPU
-// computes its expert.
+// all experts are there, or computed, as early as possible, and how long that takes. A copy in progress goes
+// on, in vain, where the CPU computes its expert.
 func (t CPUTime) divide(size int64, link hostLink, list []candidate, most int) (onCPU int, best float64) {
 	best = math.Inf(1)
 	if link.bytesPerSecond <= 0 {
@@ -449,7 +449,7 @@ func (c *CPUShare) divide(l *kernels.ExpertLayout, link hostLink, list []candida
 	}
 	mayRead = mayRead && c.divides
 	switch {
-	case alone < 2*min(alone, whole) && c.dueAlone(all, seconds):
+	case alone < 2*whole && c.dueAlone(all, seconds):
 		d.onCPU, c.exploredAlone = len(list), c.layers
 	case mayRead && c.dueLink(l.Size, t, link, list, d.onCPU):
 		d.onCPU, c.exploredLink = min(d.onCPU, len(list)-1), c.layers

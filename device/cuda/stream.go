@@ -173,16 +173,27 @@ func (s *Stream) Copy(dst, src device.Range) error {
 }
 
 func (s *Stream) copy(to, from *memory, dst, src device.Range) int {
-	if s.begins(copyOperation(to, from)) {
-		defer s.m.endEnqueuing()
-	}
-	if to.g == nil && from.g == nil {
+	o := copyOperation(to, from)
+	if o == copyOnHostOperation {
+		if s.begins(o) {
+			defer s.m.endEnqueuing()
+		}
 		return int(C.ms_host_copy(s.g.context(), streamHandle(s.s), C.uint64_t(dst.Addr), C.uint64_t(src.Addr), C.size_t(dst.Bytes)))
+	}
+	return s.enqueue(o, func() error {
+		// Unified addressing identifies both memories, which are mapped for all peers.
+		return cu.MemcpyAsync(cu.DevicePtr(dst.Addr), cu.DevicePtr(src.Addr), dst.Bytes, s.s)
+	})
+}
+
+// enqueue gives the driver an operation, with the GPU's context current.
+func (s *Stream) enqueue(o operation, call func() error) int {
+	if s.begins(o) {
+		defer s.m.endEnqueuing()
 	}
 	err := s.g.enter()
 	if err == nil {
-		// Unified addressing identifies both memories, which are mapped for all peers.
-		err = cu.MemcpyAsync(cu.DevicePtr(dst.Addr), cu.DevicePtr(src.Addr), dst.Bytes, s.s)
+		err = call()
 	}
 	s.g.leave()
 	return code(err)
@@ -289,7 +300,7 @@ func (s *Stream) Wait(e device.Event) error {
 			return nil
 		}
 		s.epoch.inherit(op, r.epoch, r.point)
-		c = s.awaitEvent(r)
+		c = s.enqueue(awaitEventOperation, func() error { return s.s.Wait(r.handle, 0) })
 	}
 	if c != success {
 		return s.refused(op, "wait", c, "")
@@ -297,30 +308,11 @@ func (s *Stream) Wait(e device.Event) error {
 	return nil
 }
 
-// awaitEvent enqueues a wait for a GPU's recording.
-func (s *Stream) awaitEvent(r *gpuRecording) int {
-	if s.begins(awaitEventOperation) {
-		defer s.m.endEnqueuing()
-	}
-	err := s.g.enter()
-	if err == nil {
-		err = s.s.Wait(r.handle, 0)
-	}
-	s.g.leave()
-	return code(err)
-}
-
 // await enqueues a wait for a word to reach value.
 func (s *Stream) await(w word, value uint32) int {
-	if s.begins(awaitOperation) {
-		defer s.m.endEnqueuing()
-	}
-	err := s.g.enter()
-	if err == nil {
-		err = s.s.WaitOnValue32(cu.DevicePtr(w.addr), value, C.CU_STREAM_WAIT_VALUE_GEQ)
-	}
-	s.g.leave()
-	return code(err)
+	return s.enqueue(awaitOperation, func() error {
+		return s.s.WaitOnValue32(cu.DevicePtr(w.addr), value, C.CU_STREAM_WAIT_VALUE_GEQ)
+	})
 }
 
 // SignalFence implements device.Stream.
@@ -348,24 +340,14 @@ func (s *Stream) SignalFence(f device.Fence, value uint32) error {
 		fe.condemn(value, cause)
 		fe.mu.Unlock()
 	}
-	if c := s.signal(fe.word, value); c != success {
+	c := s.enqueue(signalOperation, func() error {
+		return s.s.WriteValue32(cu.DevicePtr(fe.word.addr), value, C.CU_STREAM_WRITE_VALUE_DEFAULT)
+	})
+	if c != success {
 		e := s.refused(op, "signal", c, fe.String())
 		return errors.Join(e, fe.fail(value, e))
 	}
 	return nil
-}
-
-// signal enqueues that a word gets a value.
-func (s *Stream) signal(w word, value uint32) int {
-	if s.begins(signalOperation) {
-		defer s.m.endEnqueuing()
-	}
-	err := s.g.enter()
-	if err == nil {
-		err = s.s.WriteValue32(cu.DevicePtr(w.addr), value, C.CU_STREAM_WRITE_VALUE_DEFAULT)
-	}
-	s.g.leave()
-	return code(err)
 }
 
 // WaitFence implements device.Stream.
