@@ -145,7 +145,8 @@ func TestGPUSameTwice(t *testing.T) {
 }
 
 // TestGPUPromptLogProbs holds the log-probabilities of prompts to the reference, as TestPromptLogProbs does,
-// as near as bfloat16 activations are.
+// as near as bfloat16 activations are. Where these make a router select other experts, log-probabilities differ by
+// more: on H200, at 4 % of the positions of phimoe, by up to 0.6.
 func TestGPUPromptLogProbs(t *testing.T) {
 	for _, model := range []string{"qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "phimoe"} {
 		t.Run(model, func(t *testing.T) {
@@ -153,7 +154,7 @@ func TestGPUPromptLogProbs(t *testing.T) {
 				s.Model.Name = fixtures.Dir(t, model)
 				s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs = 50, 7
 			})
-			testPromptLogProbs(t, n, model, 0.15)
+			testPromptLogProbs(t, n, model, 0.15, 0.1)
 		})
 	}
 }

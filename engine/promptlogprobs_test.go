@@ -49,31 +49,38 @@ func reference(vocab int, p fixtures.Prompt, top int, tolerance float64) []expec
 	return list
 }
 
-// checkLogProbs holds a prompt's log-probabilities to the reference.
-func checkLogProbs(t *testing.T, what string, got []engine.PromptLogProb, want []expectedLogProb, tolerance float64) {
+// checkLogProbs holds a prompt's log-probabilities to the reference, but for at most so many positions that
+// may deviate by more than tolerance: there a router that rounds otherwise may have selected other experts.
+func checkLogProbs(t *testing.T, what string, got []engine.PromptLogProb, want []expectedLogProb, tolerance float64, deviating int) {
 	t.Helper()
 	if len(got) != len(want) {
 		t.Fatalf("%s: %d log-probabilities, want %d", what, len(got), len(want))
 	}
 	near := func(a, b float32) bool { return math.Abs(float64(a-b)) <= tolerance }
+	far := 0
 	for i, w := range want {
 		g := got[i]
-		if g.ID != w.ID || !near(g.LogProb, w.LogProb) || len(g.Top) != len(w.Top) {
+		if g.ID != w.ID || len(g.Top) != len(w.Top) {
 			t.Fatalf("%s: position %d: %+v, want %+v", what, i+1, g, w)
-		}
-		for j := range w.Top {
-			if !near(g.Top[j].LogProb, w.Top[j].LogProb) {
-				t.Fatalf("%s: position %d: top %v, want %v", what, i+1, g.Top, w.Top)
-			}
-		}
-		if g.Rank < w.from || g.Rank > w.to {
-			t.Fatalf("%s: position %d: rank %d, want %d to %d", what, i+1, g.Rank, w.from, w.to)
 		}
 		for _, o := range g.Top { // the token itself is where its rank says
 			if o.ID == g.ID && g.Top[g.Rank-1].LogProb != g.LogProb {
 				t.Fatalf("%s: position %d: %+v", what, i+1, g)
 			}
 		}
+		same := near(g.LogProb, w.LogProb) && g.Rank >= w.from && g.Rank <= w.to
+		for j := range w.Top {
+			same = same && near(g.Top[j].LogProb, w.Top[j].LogProb)
+		}
+		if same {
+			continue
+		}
+		if far++; far > deviating {
+			t.Fatalf("%s: position %d: %+v, want %+v, rank %d to %d; %d positions deviate, at most %d may", what, i+1, g, w, w.from, w.to, far, deviating)
+		}
+	}
+	if far > 0 {
+		t.Logf("%s: %d of %d positions deviate by more than %v", what, far, len(want), tolerance)
 	}
 }
 
@@ -96,14 +103,14 @@ func TestPromptLogProbs(t *testing.T) {
 				s.Model.Name = fixtures.Dir(t, c.model)
 				c.change(s)
 			})
-			testPromptLogProbs(t, n, c.model, 2e-3)
+			testPromptLogProbs(t, n, c.model, 2e-3, 0)
 		})
 	}
 }
 
 // testPromptLogProbs runs the reference's prompts of a fixture on a node. Completions are as the reference
 // has them only where log-probabilities are nearly exact.
-func testPromptLogProbs(t *testing.T, n *node.Node, model string, tolerance float64) {
+func testPromptLogProbs(t *testing.T, n *node.Node, model string, tolerance, deviating float64) {
 	t.Helper()
 	stop := run(t, n)
 	expected := fixtures.Load(t, model)
@@ -135,7 +142,7 @@ func testPromptLogProbs(t *testing.T, n *node.Node, model string, tolerance floa
 			if err != nil {
 				t.Fatal(err)
 			}
-			checkLogProbs(t, model, j.PromptLogProbs(), reference(expected.Vocab, p, 5, tolerance), tolerance)
+			checkLogProbs(t, model, j.PromptLogProbs(), reference(expected.Vocab, p, 5, tolerance), tolerance, int(deviating*float64(len(p.IDs))))
 			rest := wait(t, j)
 			if i == 3 && turn == 1 {
 				if first.Finish != engine.FinishLength || len(first.Tokens) != 0 || j.Usage().CompletionTokens != 0 {
