@@ -31,6 +31,8 @@ type CPUShare struct {
 	rate     CPURate
 
 	mu sync.Mutex
+	// all: the CPU computes all of them, and nothing is fetched from host memory.
+	all bool
 	// divides: one expert of a layer may be divided.
 	divides bool
 	// cpu and link are estimates of the times of a layer: of 1, the experts, and their rows beyond
@@ -44,12 +46,6 @@ type CPUShare struct {
 	beside                 float64
 	copying                int64
 	bytesPerSecond         float64
-	// over is how many times as long as estimated layers of each form took until all was there: both times
-	// vary, and the later one counts. common is of all layers. form and estimated are of the latest layer.
-	over      [forms]float64
-	common    float64
-	form      form
-	estimated float64
 	// decided is when the latest layer was divided.
 	decided time.Duration
 	// layers counts divided layers; computed and copied are the latest of them in which the CPU, and
@@ -58,16 +54,6 @@ type CPUShare struct {
 	layers, computed, copied, split, explored int
 	exploredLink, exploredAlone               int
 }
-
-// form is what takes part in the experts of a layer that lie in host memory.
-type form int
-
-const (
-	onCPUAlone   form = iota
-	wholeExperts      // by the CPU and the link, or the link alone, of which the time is not measured
-	dividedExpert
-	forms
-)
 
 // CPURate is how fast the CPU computes experts where they lie, as far as it is known before it has.
 type CPURate struct {
@@ -97,7 +83,7 @@ const AutoCPUShare = -1
 // NewCPUShare returns a share with a fraction of experts from 0 to 1, or AutoCPUShare, and the rate
 // that is assumed until Computed has been called.
 func NewCPUShare(fraction float64, assumed CPURate) *CPUShare {
-	return &CPUShare{fraction: fraction, rate: assumed, beside: 1, over: [forms]float64{1, 1, 1}, common: 1}
+	return &CPUShare{fraction: fraction, rate: assumed, beside: 1}
 }
 
 // Divide lets one expert of a layer be divided between the CPU and kernels that read it, where they can:
@@ -106,6 +92,21 @@ func (c *CPUShare) Divide() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.divides = true
+}
+
+// TakeAll lets the CPU compute all experts that lie in host memory alone, of the layers from now on, where they
+// are divided by time; false: it ends that.
+func (c *CPUShare) TakeAll(all bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.all = all
+}
+
+// TakesAll reports whether nothing will be fetched from host memory.
+func (c *CPUShare) TakesAll() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.all || c.fraction == 1
 }
 
 // Auto reports whether layers are divided by time.
@@ -266,18 +267,6 @@ func (c *CPUShare) Fetched(took time.Duration) {
 	c.link.add(c.linkTerms(), [terms]float64{1, float64(c.copying), 0}, took.Seconds())
 }
 
-// Ended records how long after the latest layer was divided all outputs of its experts were in the GPU's
-// memory.
-func (c *CPUShare) Ended(took time.Duration) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.estimated > 0 {
-		ratio := min(max(took.Seconds()/c.estimated, 1/outlier), outlier)
-		c.over[c.form] += (ratio - c.over[c.form]) / overRemembered
-		c.common += (ratio - c.common) / commonRemembered
-	}
-}
-
 // candidate is an expert that may be computed on the CPU.
 type candidate struct {
 	expert, rows int
@@ -315,20 +304,20 @@ func forCPU(list []candidate) {
 	})
 }
 
-// divide returns how many of the first candidates, of that size and at most so many, the CPU computes so that
-// all experts are there, or computed, as early as possible, and how long that takes. A copy in progress goes
-// on, in vain, where the CPU computes its expert.
-func (t CPUTime) divide(size int64, link hostLink, list []candidate, most int) (onCPU int, best float64) {
-	best = math.Inf(1)
+// divide returns how many of the first candidates, of that size, the CPU computes so that all experts
+// are there, or computed, as early as possible. A copy in progress goes on, in vain, where the CPU
+// computes its expert.
+func (t CPUTime) divide(size int64, link hostLink, list []candidate) (onCPU int) {
 	if link.bytesPerSecond <= 0 {
-		return 0, best // nothing to compare with
+		return 0 // nothing to compare with
 	}
-	for n := range most + 1 {
+	best := math.Inf(1)
+	for n := range len(list) + 1 {
 		if seconds := t.longer(size, link, list, n); seconds < best {
 			onCPU, best = n, seconds
 		}
 	}
-	return onCPU, best
+	return onCPU
 }
 
 // longer is the time until all experts are there if the CPU computes the first n.
@@ -355,9 +344,9 @@ type split struct {
 }
 
 const (
-	// splitGain is the least share of the time that dividing an expert has to save. What the launches that it
-	// adds take is in CPUShare.over.
-	splitGain = 0.01
+	// splitGain is the least share of the time that dividing an expert has to save: there are two
+	// launches more.
+	splitGain = 0.03
 	// splitRows is the most rows of an expert that is divided: more do not fit into a tile of the
 	// kernels, which would read its weights over the link again.
 	splitRows = 16
@@ -407,12 +396,8 @@ const (
 	exploreInterval = 64
 	staleInterval   = 256
 	exploreCost     = 0.005
-	// CPUShare.beside and over are means of so many layers.
-	besideRemembered, overRemembered = 16, 64
-	// overForgotten is the number of layers of other forms after which what CPUShare.over differs from common is
-	// forgotten for the most part: estimates may have become better since, and the form is tried again.
-	// common is a mean of so many layers that estimates which are off for a while change little of it.
-	overForgotten, commonRemembered = 512, 2048
+	// besideRemembered is the number of layers that CPUShare.beside is a mean of.
+	besideRemembered = 16
 )
 
 // division is that of a layer's candidates: the CPU computes the first ones, as many as onCPU.
@@ -429,45 +414,37 @@ type division struct {
 func (c *CPUShare) divide(l *kernels.ExpertLayout, link hostLink, list []candidate, mayRead bool, now time.Duration) (d division) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.decided, c.estimated = now, 0
+	c.decided = now
+	if c.all {
+		return division{onCPU: len(list)}
+	}
 	t, link := c.time(l), c.measuredLink(link)
+	d.onCPU = t.divide(l.Size, link, list)
 	if len(list) == 0 || link.bytesPerSecond <= 0 {
-		return d // nothing to compare with
+		return d
 	}
 	c.layers++
-	for f := range c.over {
-		if form(f) != c.form {
-			c.over[f] += (c.common - c.over[f]) / overForgotten
-		}
-	}
-	var whole float64
-	d.onCPU, whole = t.divide(l.Size, link, list, len(list)-1)
-	alone := min(c.aloneTime(l).allOnCPU(list), t.longer(l.Size, link, list, len(list)))
-	seconds, all := c.over[wholeExperts]*whole, c.over[onCPUAlone]*alone
+	seconds, all := t.longer(l.Size, link, list, d.onCPU), c.aloneTime(l).allOnCPU(list)
 	if all < seconds {
 		d.onCPU, seconds = len(list), all
 	}
 	mayRead = mayRead && c.divides
 	switch {
-	case alone < 2*whole && c.dueAlone(all, seconds):
+	case c.dueAlone(all, seconds):
 		d.onCPU, c.exploredAlone = len(list), c.layers
 	case mayRead && c.dueLink(l.Size, t, link, list, d.onCPU):
 		d.onCPU, c.exploredLink = min(d.onCPU, len(list)-1), c.layers
 	case mayRead:
-		if n, s := c.bestSplit(l, t, link, list, seconds/c.over[dividedExpert]); s.first > 0 {
-			c.split, c.form, c.estimated = c.layers, dividedExpert, s.seconds
+		if n, s := c.bestSplit(l, t, link, list, seconds); s.first > 0 {
+			c.split = c.layers
 			return division{onCPU: n, first: s.first, head: time.Duration(s.linkFree * float64(time.Second))}
 		}
 		fallthrough
 	default:
 		d.onCPU = c.explore(l.Size, t, link, list, d.onCPU)
 	}
-	c.form, c.estimated = wholeExperts, t.longer(l.Size, link, list, d.onCPU)
-	free := c.estimated - link.seconds(list[d.onCPU:])
+	free := t.longer(l.Size, link, list, d.onCPU) - link.seconds(list[d.onCPU:])
 	d.head = time.Duration(free * float64(time.Second))
-	if d.onCPU == len(list) {
-		c.form, c.estimated = onCPUAlone, alone
-	}
 	return d
 }
 
@@ -477,7 +454,7 @@ func (c *CPUShare) dueAlone(all, best float64) bool {
 	if c.alone.count < warmUp {
 		interval = exploreInterval / 4
 	}
-	return layers >= interval && all-best <= exploreCost*best*float64(layers)
+	return layers >= interval && all < 2*best && all-best <= exploreCost*best*float64(layers)
 }
 
 // dueLink reports whether the layer is divided into whole experts, one of them copied at least, so that the
@@ -496,8 +473,8 @@ func (c *CPUShare) worth(size int64, t CPUTime, link hostLink, list []candidate,
 	return t.longer(size, link, list, other)-seconds <= exploreCost*seconds*float64(layers)
 }
 
-// bestSplit returns the candidate whose division ends first, if that is sooner than the seconds without
-// one. Where none was divided for long, one is now and then that does not end much later.
+// bestSplit returns the candidate whose division ends first, if that is sooner than the seconds of whole
+// experts. Where none was divided for long, one is now and then that does not end much later.
 func (c *CPUShare) bestSplit(l *kernels.ExpertLayout, t CPUTime, link hostLink, list []candidate, whole float64) (candidate int, best split) {
 	read := c.read.coefficients(c.readTerms())
 	limit, since := (1-splitGain)*whole, c.layers-c.split
@@ -517,8 +494,10 @@ func (c *CPUShare) bestSplit(l *kernels.ExpertLayout, t CPUTime, link hostLink, 
 func (c *CPUShare) predict(l *kernels.ExpertLayout, link hostLink, list []candidate) (onCPU int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	onCPU, _ = c.time(l).divide(l.Size, c.measuredLink(link), list, len(list))
-	return onCPU
+	if c.all {
+		return len(list)
+	}
+	return c.time(l).divide(l.Size, c.measuredLink(link), list)
 }
 
 // measuredLink is a link with what layers have measured of it.

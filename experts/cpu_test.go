@@ -53,7 +53,7 @@ func TestDivide(t *testing.T) {
 		{"no rate of the link is known", serverCPU, hostLink{}, copying(whole, whole), nil},
 	} {
 		forCPU(c.list)
-		n, _ := c.cpu.time(&mixtralExpert).divide(whole, c.link, c.list, len(c.list))
+		n := c.cpu.time(&mixtralExpert).divide(whole, c.link, c.list)
 		var got []int
 		for _, x := range c.list[:n] {
 			got = append(got, x.expert)
@@ -82,7 +82,7 @@ func TestDivideEndsTogether(t *testing.T) {
 			}
 			return onCPU, link.seconds(list[n:])
 		}
-		n, _ := cpu.divide(mixtralExpert.Size, link, list, len(list))
+		n := cpu.divide(mixtralExpert.Size, link, list)
 		a, b := end(n)
 		if one := max(cpu.Layer+cpu.Expert+4*cpu.Row, link.seconds(list[:1])); math.Abs(a-b) > one {
 			t.Fatalf("%+v, %+v, %d experts: %d on the CPU, for %v s, %v s on the link", cpu, link, len(list), n, a, b)

@@ -70,9 +70,6 @@ type hostTimes struct {
 	slowed float64
 	// readStart and readRate are of kernels that read over the link; 0: they cannot.
 	readStart, readRate float64
-	// varies is the standard deviation of both times of a layer, as a share of them; handing is added to a
-	// layer of which the link gets something.
-	varies, handing float64
 }
 
 func (h hostTimes) layer(list []candidate, d division) (cpu, link float64) {
@@ -159,46 +156,13 @@ func (h hostTimes) play(auto *CPUShare, list []candidate, now time.Duration, r *
 	cpu, link = h.layer(list, d)
 	copies, reads := copiedBytes(list, d), readBytes(d)
 	copied, read := h.onLink(copies, reads)
-	slower, slowerLink := h.vary(r), h.vary(r)
-	cpu, link, copied, read = cpu*slower, link*slowerLink, copied*slowerLink, read*slowerLink
 	auto.fetching(int64(copies))
 	auto.Computed(&mixtralExpert, computed(list, d), noise(cpu))
 	if copied > 0 {
 		auto.Fetched(noise(copied))
 	}
 	auto.ReadInPlace(int64(reads), noise(read))
-	if link > 0 {
-		cpu, link = cpu+h.handing, link+h.handing
-	}
-	if d.onCPU > 0 || reads > 0 {
-		auto.Ended(noise(max(cpu, link)))
-	}
 	return cpu, link
-}
-
-// vary returns a factor of a time.
-func (h hostTimes) vary(r *rand.Rand) float64 { return max(0.3, 1+h.varies*r.NormFloat64()) }
-
-// bestMean is the shortest mean time of layers in which so many experts are missing, of all divisions.
-func (h hostTimes) bestMean(missing int, r *rand.Rand) float64 {
-	list := make([]candidate, missing)
-	for e := range list {
-		list[e] = candidate{expert: e, rows: 1, left: mixtralExpert.Size}
-	}
-	best := math.Inf(1)
-	for _, d := range h.divisions(missing) {
-		cpu, link := h.layer(list, d)
-		mean := 0.0
-		const samples = 2000
-		for range samples {
-			mean += max(cpu*h.vary(r), link*h.vary(r)) / samples
-		}
-		if link > 0 {
-			mean += h.handing
-		}
-		best = min(best, mean)
-	}
-	return best
 }
 
 // best is the shortest time of a layer, of all divisions.
@@ -247,19 +211,19 @@ func TestShareConverges(t *testing.T) {
 	x := float64(mixtralExpert.Size)
 	slow := func(h hostTimes) hostTimes { h.cpu.Expert *= 4; return h }
 	hosts := map[string]hostTimes{
-		"as assumed":                 {CPUTime{50e-6, x / 90e9, 0.2e-3}, 40e-6, 50e9, 1, 0, 0, 0, 0},
-		"a long start":               {CPUTime{5e-3, x / 120e9, 0.1e-3}, 40e-6, 50e9, 1, 0, 0, 0, 0},
-		"a long start of the link":   {CPUTime{100e-6, x / 60e9, 0}, 6e-3, 55e9, 1, 0, 0, 0, 0},
-		"a fast CPU":                 {CPUTime{20e-6, x / 400e9, 0}, 20e-6, 25e9, 1, 0, 0, 0, 0},
-		"a slow CPU":                 {CPUTime{50e-6, x / 8e9, 1e-3}, 40e-6, 55e9, 1, 0, 0, 0, 0},
-		"a very slow CPU":            {CPUTime{50e-6, x / 1e9, 1e-3}, 40e-6, 55e9, 1, 0, 0, 0, 0},
-		"a common memory":            {CPUTime{50e-6, x / 110e9, 0.1e-3}, 40e-6, 50e9, 1.3, 0, 0, 0, 0},
-		"kernels read":               {CPUTime{50e-6, x / 110e9, 0.2e-3}, 40e-6, 50e9, 1, 60e-6, 45e9, 0, 0},
-		"kernels read slowly":        {CPUTime{50e-6, x / 110e9, 0.2e-3}, 40e-6, 50e9, 1, 200e-6, 12e9, 0, 0},
-		"kernels read, slow CPU":     {CPUTime{50e-6, x / 8e9, 1e-3}, 40e-6, 55e9, 1, 60e-6, 50e9, 0, 0},
-		"kernels read, fast CPU":     {CPUTime{50e-6, x / 200e9, 0.2e-3}, 40e-6, 50e9, 1, 60e-6, 45e9, 0, 0},
-		"little is left to the CPU":  {CPUTime{90e-6, x / 149e9, 0}, 40e-6, 53e9, 1.45, 70e-6, 36e9, 0, 0},
-		"kernels read common memory": {CPUTime{50e-6, x / 110e9, 0.1e-3}, 40e-6, 50e9, 1.3, 60e-6, 45e9, 0, 0},
+		"as assumed":                 {CPUTime{50e-6, x / 90e9, 0.2e-3}, 40e-6, 50e9, 1, 0, 0},
+		"a long start":               {CPUTime{5e-3, x / 120e9, 0.1e-3}, 40e-6, 50e9, 1, 0, 0},
+		"a long start of the link":   {CPUTime{100e-6, x / 60e9, 0}, 6e-3, 55e9, 1, 0, 0},
+		"a fast CPU":                 {CPUTime{20e-6, x / 400e9, 0}, 20e-6, 25e9, 1, 0, 0},
+		"a slow CPU":                 {CPUTime{50e-6, x / 8e9, 1e-3}, 40e-6, 55e9, 1, 0, 0},
+		"a very slow CPU":            {CPUTime{50e-6, x / 1e9, 1e-3}, 40e-6, 55e9, 1, 0, 0},
+		"a common memory":            {CPUTime{50e-6, x / 110e9, 0.1e-3}, 40e-6, 50e9, 1.3, 0, 0},
+		"kernels read":               {CPUTime{50e-6, x / 110e9, 0.2e-3}, 40e-6, 50e9, 1, 60e-6, 45e9},
+		"kernels read slowly":        {CPUTime{50e-6, x / 110e9, 0.2e-3}, 40e-6, 50e9, 1, 200e-6, 12e9},
+		"kernels read, slow CPU":     {CPUTime{50e-6, x / 8e9, 1e-3}, 40e-6, 55e9, 1, 60e-6, 50e9},
+		"kernels read, fast CPU":     {CPUTime{50e-6, x / 200e9, 0.2e-3}, 40e-6, 50e9, 1, 60e-6, 45e9},
+		"little is left to the CPU":  {CPUTime{90e-6, x / 149e9, 0}, 40e-6, 53e9, 1.45, 70e-6, 36e9},
+		"kernels read common memory": {CPUTime{50e-6, x / 110e9, 0.1e-3}, 40e-6, 50e9, 1.3, 60e-6, 45e9},
 	}
 	for name, h := range hosts {
 		for _, missing := range []int{1, 2, 4, 13} {
@@ -324,14 +288,14 @@ func TestDivisionConverges(t *testing.T) {
 		what          string
 		before, after hostTimes
 	}{
-		{"steady", hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 45e9, 0, 0}, hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 45e9, 0, 0}},
-		{"common memory", hostTimes{cpu(110e9), 40e-6, 50e9, 1.3, 60e-6, 45e9, 0, 0}, hostTimes{cpu(110e9), 40e-6, 50e9, 1.3, 60e-6, 45e9, 0, 0}},
-		{"slow reads", hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 12e9, 0, 0}, hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 12e9, 0, 0}},
-		{"reads become fast", hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 3e9, 0, 0}, hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 45e9, 0, 0}},
-		{"reads become slow", hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 45e9, 0, 0}, hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 3e9, 0, 0}},
-		{"the CPU becomes fast", hostTimes{cpu(20e9), 40e-6, 50e9, 1, 60e-6, 45e9, 0, 0}, hostTimes{cpu(200e9), 40e-6, 50e9, 1, 60e-6, 45e9, 0, 0}},
-		{"the CPU becomes slow", hostTimes{cpu(200e9), 40e-6, 50e9, 1, 60e-6, 45e9, 0, 0}, hostTimes{cpu(20e9), 40e-6, 50e9, 1, 60e-6, 45e9, 0, 0}},
-		{"copies start sooner", hostTimes{cpu(25e9), 8e-3, 50e9, 1, 60e-6, 12e9, 0, 0}, hostTimes{cpu(25e9), 40e-6, 50e9, 1, 60e-6, 12e9, 0, 0}},
+		{"steady", hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 45e9}, hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 45e9}},
+		{"common memory", hostTimes{cpu(110e9), 40e-6, 50e9, 1.3, 60e-6, 45e9}, hostTimes{cpu(110e9), 40e-6, 50e9, 1.3, 60e-6, 45e9}},
+		{"slow reads", hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 12e9}, hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 12e9}},
+		{"reads become fast", hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 3e9}, hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 45e9}},
+		{"reads become slow", hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 45e9}, hostTimes{cpu(110e9), 40e-6, 50e9, 1, 60e-6, 3e9}},
+		{"the CPU becomes fast", hostTimes{cpu(20e9), 40e-6, 50e9, 1, 60e-6, 45e9}, hostTimes{cpu(200e9), 40e-6, 50e9, 1, 60e-6, 45e9}},
+		{"the CPU becomes slow", hostTimes{cpu(200e9), 40e-6, 50e9, 1, 60e-6, 45e9}, hostTimes{cpu(20e9), 40e-6, 50e9, 1, 60e-6, 45e9}},
+		{"copies start sooner", hostTimes{cpu(25e9), 8e-3, 50e9, 1, 60e-6, 12e9}, hostTimes{cpu(25e9), 40e-6, 50e9, 1, 60e-6, 12e9}},
 	} {
 		for _, missing := range []int{1, 2, 3, 4, 8, -4} {
 			limit := 1.06
@@ -357,90 +321,12 @@ func TestDivisionOfRandomHosts(t *testing.T) {
 		h := hostTimes{
 			CPUTime{between(10e-6, 2e-3), float64(mixtralExpert.Size) / between(5e9, 400e9), 0},
 			between(10e-6, 1e-3), rate,
-			1 + 2*r.Float64(), between(10e-6, 1e-3), rate * between(0.1, 1), 0, 0,
+			1 + 2*r.Float64(), between(10e-6, 1e-3), rate * between(0.1, 1),
 		}
 		missing := 1 + r.IntN(8)
 		if times := converged(r, missing, r.IntN(2), h, h); times > 1.06 {
 			t.Errorf("seed %d, about %d missing: %.2f times the best division on %+v", seed, missing, times, h)
 		}
-	}
-}
-
-// TestShareOfVaryingTimes: where times vary from layer to layer, the later of the CPU and the link counts, and
-// taking part costs something by itself, so that a link that saves little should not: auto comes within 4 % of the
-// division with the shortest mean.
-func TestShareOfVaryingTimes(t *testing.T) {
-	racedetector.SkipSequential(t)
-	x := float64(mixtralExpert.Size)
-	for _, slowed := range []float64{1, 1.2, 1.35, 1.5} {
-		for _, handing := range []float64{0, 0.3e-3, 0.6e-3} {
-			for _, missing := range []int{1, 2, 4} {
-				h := hostTimes{CPUTime{90e-6, x / 149e9, 0}, 40e-6, 53e9, slowed, 70e-6, 45e9, 0.15, handing}
-				r := rand.New(rand.NewPCG(9, 10))
-				auto := NewCPUShare(AutoCPUShare, serverCPU)
-				auto.Divide()
-				best := h.bestMean(missing, r)
-				const layers, first = 20000, 2000
-				took, now := 0.0, time.Duration(0)
-				for i := range layers {
-					list := make([]candidate, missing)
-					for e := range list {
-						list[e] = candidate{expert: e, rows: 1, left: mixtralExpert.Size}
-					}
-					cpu, link := h.play(auto, list, now, r)
-					now += time.Second
-					if i >= first {
-						took += max(cpu, link) / (layers - first)
-					}
-				}
-				if took > 1.04*best {
-					t.Errorf("slowed %v, handing %v, %d missing: %.3f times the best division; forms take %.2f times the estimates", slowed, handing, missing, took/best, auto.over)
-				}
-			}
-		}
-	}
-}
-
-// TestShareWeighsForms: the CPU alone, which takes longer than estimated, is compared with the best division in which the
-// link takes part.
-func TestShareWeighsForms(t *testing.T) {
-	x := float64(mixtralExpert.Size)
-	for _, rate := range []float64{40e9, 50e9, 60e9} {
-		auto := NewCPUShare(AutoCPUShare, CPURate{BytesPerSecond: 150e9, FlopsPerSecond: 1e15})
-		auto.over[onCPUAlone] = 1.5
-		list := []candidate{{0, 1, mixtralExpert.Size}, {1, 1, mixtralExpert.Size}, {2, 1, mixtralExpert.Size}}
-		got := auto.divide(&mixtralExpert, hostLink{bytesPerSecond: rate}, list, false, 0).onCPU
-		alone, whole := 1.5*3*x/150e9, max(2*x/150e9, x/rate)
-		if whole >= alone {
-			t.Fatal("the case is none")
-		}
-		if got != 2 {
-			t.Errorf("link at %v: the CPU got %d of 3, where it takes %.2f ms alone, and two %.2f beside a copy", rate, got, 1e3*alone, 1e3*whole)
-		}
-	}
-}
-
-// TestShareForgetsASpell: a form that was slow for a while is in use again 1,000 layers later.
-func TestShareForgetsASpell(t *testing.T) {
-	x := float64(mixtralExpert.Size)
-	h := hostTimes{CPUTime{90e-6, x / 149e9, 0}, 40e-6, 53e9, 1.35, 0, 0, 0, 0.4e-3}
-	auto, r, now := NewCPUShare(AutoCPUShare, serverCPU), rand.New(rand.NewPCG(11, 12)), time.Duration(0)
-	alone := func(layers int, late float64) (share float64) {
-		for range layers {
-			list := []candidate{{0, 1, mixtralExpert.Size}, {1, 1, mixtralExpert.Size}}
-			if cpu, link := h.play(auto, list, now, r); link == 0 {
-				share += 1 / float64(layers)
-				auto.Ended(time.Duration(late * cpu * float64(time.Second)))
-			}
-			now += time.Second
-		}
-		return share
-	}
-	before := alone(3000, 1)
-	during := alone(200, 4)
-	alone(1000, 1)
-	if after := alone(1000, 1); before < 0.9 || during > 0.9 || after < 0.9 {
-		t.Errorf("the CPU had %.2f of the layers alone before it was late, %.2f meanwhile, and %.2f afterwards", before, during, after)
 	}
 }
 
@@ -470,7 +356,7 @@ func TestShareExplores(t *testing.T) {
 // within four steps of 24 layers.
 func TestShareLearnsSoon(t *testing.T) {
 	x := float64(mixtralExpert.Size)
-	h := hostTimes{CPUTime{90e-6, x / 149e9, 0}, 40e-6, 90e9, 2.2, 0, 0, 0, 0}
+	h := hostTimes{CPUTime{90e-6, x / 149e9, 0}, 40e-6, 90e9, 2.2, 0, 0}
 	auto, r := NewCPUShare(AutoCPUShare, serverCPU), rand.New(rand.NewPCG(7, 8))
 	took, best, now := 0.0, 0.0, time.Duration(0)
 	for i := range 24 * 24 {

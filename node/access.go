@@ -32,7 +32,9 @@ func (u *setup) readsInPlace() bool {
 // accessModel predicts what offloaded experts cost steps of few tokens. It is empty where rates
 // are not known: all is copied there.
 func (u *setup) accessModel() pipeline.AccessModel {
-	if !u.devices.Real() || u.settings.Batch.ExpertAccess == configs.CopyAccess {
+	onCPU, err := u.settings.Batch.ParseCPUExperts()
+	auto := err == nil && onCPU.Auto
+	if !u.devices.Real() || u.settings.Batch.ExpertAccess == configs.CopyAccess && !auto {
 		return pipeline.AccessModel{}
 	}
 	h, err := u.hardware()
@@ -54,7 +56,7 @@ func (u *setup) accessModel() pipeline.AccessModel {
 		Host: pipeline.Link{CopyRate: h.HostToGPU[len(h.HostToGPU)-1], CopyStart: seconds(h.HostCopyLatency), ReadRate: h.HostReadRate, ReadStart: hostReadStart},
 		Peer: pipeline.Link{CopyRate: h.PeerToGPU, CopyStart: seconds(h.PeerCopyLatency), ReadRate: h.PeerReadRate, ReadStart: peerReadStart},
 	}
-	if c, err := u.settings.Batch.ParseCPUExperts(); err == nil && c.Auto {
+	if auto {
 		u.addCPU(&m)
 	}
 	if m.RoundTrip == 0 {

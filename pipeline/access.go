@@ -68,6 +68,16 @@ func (m *AccessModel) Missing(tokens int) float64 {
 	return m.Offloaded * n * (1 - math.Pow(1-float64(m.TopK)/n, float64(tokens))) * float64(m.ExpertBytes)
 }
 
+// PredictOnCPU returns the time that a step of so many tokens needs for its offloaded experts if the CPU
+// computes all of those in host memory. peers is as for Predict, whose link takes part.
+func (m *AccessModel) PredictOnCPU(tokens int, peers float64) time.Duration {
+	missing := m.Missing(tokens)
+	host := (1 - peers) * missing
+	computing := seconds(host, m.CPURate, m.CPUStart)
+	layer := m.RoundTrip.Seconds() + (missing-host)/m.MemoryRate + max(computing, m.copies((1+mispredicted)*(missing-host), 1))
+	return time.Duration(layer * float64(m.Layers) * float64(time.Second))
+}
+
 // Predict returns the time that a step of so many tokens needs for its offloaded experts: by
 // copies, and by reading those selected in place. onDemand: those selected are copied, otherwise
 // all, while the layer before computes. peers is the share of the offloaded experts that have a
@@ -112,8 +122,13 @@ const (
 	byCopy access = iota
 	// inPlace: kernels read them where they lie.
 	inPlace
+	// onCPU: the CPU computes all of those in host memory, and nothing is copied from there. It is a way of
+	// its own beside byCopy, by which CPU and link end together: both take from the same host memory, so
+	// what the link gets may be less than what the CPU loses by it, in times that differ by as much as
+	// estimates of single layers do.
+	onCPU
 
-	accesses = int(inPlace) + 1
+	accesses = int(onCPU) + 1
 )
 
 // accessChooser chooses for each step of few tokens how it gets at offloaded experts: at first
@@ -122,9 +137,9 @@ const (
 // step by more than the two ways do.
 //
 // Steps that are not as the choice says are run now and then, to measure them: probeSteps soon
-// after the first of a number of tokens, and of each probeInterval. The first probeSkip of them,
-// which fill the expert cache or are captured, do not count. So where the worse way takes 1.5
-// times as long, probes cost less than 0.8 % of the time; where it is found to take longer than
+// after the first of a number of tokens, and of each probeInterval, of one other way in turn. The first
+// probeSkip of them, which fill the expert cache or are captured, do not count. So where a worse way takes 1.5
+// times as long, probes cost less than 0.8 % of the time (probeStepsCPU: 1.2 %); where it is found to take longer than
 // that, or twice as long by the model, there are none.
 //
 // It depends on nothing but its calls.
@@ -133,8 +148,10 @@ type accessChooser struct {
 	// possible: steps can read in place; limit is the most tokens of such a step.
 	possible bool
 	limit    int
+	// cpuLimit is the most tokens of a step that may leave all experts in host memory to the CPU; 0: none.
+	cpuLimit int
 	model    AccessModel
-	sizes    [MaxInPlaceTokens + 1]accessTimes
+	sizes    []accessTimes // by the number of tokens
 	// chosen for the present step; repeated is the number of steps before it of the same tokens
 	// that were chosen alike.
 	chosen   access
@@ -153,8 +170,9 @@ type accessTimes struct {
 	// where copies are of all experts, of seconds.
 	mean [accesses]float64
 	n    [accesses]int
-	// since counts steps since the latest probe, probing those left of one.
+	// since counts steps since the latest probe, probing those left of one, of the way probed.
 	since, probing int
+	probed         access
 	// learned counts steps of experts on the CPU, whose first ones are divided by assumed times.
 	learned int
 	// predicted is what the means belong to: where it has changed, experts have moved.
@@ -163,6 +181,8 @@ type accessTimes struct {
 
 const (
 	probeInterval, probeSteps, probeSkip = 256, 4, 2
+	// probeStepsCPU are those of models with experts on the CPU, where times vary by more.
+	probeStepsCPU = 6
 	// firstProbe is the number of steps before the first probe of a number of tokens.
 	firstProbe = 5
 	// A way is tried that takes up to so many times as long as the other by the model, and once both
@@ -182,13 +202,15 @@ const (
 func (c *accessChooser) choose(tokens int, onDemand bool, peers float64) access {
 	chosen := byCopy
 	c.onDemand = onDemand
-	if c.possible && tokens <= c.limit {
-		switch {
-		case c.setting == configs.DirectAccess:
-			chosen = inPlace
-		case c.setting == configs.AutoAccess && c.model.Known():
-			chosen = c.measured(tokens, peers)
-		}
+	readable := c.possible && tokens <= c.limit
+	var ways [accesses]bool
+	ways[inPlace] = readable && c.setting == configs.AutoAccess && c.model.Known()
+	ways[onCPU] = onDemand && tokens <= c.cpuLimit
+	switch {
+	case readable && c.setting == configs.DirectAccess:
+		chosen = inPlace
+	case ways[inPlace] || ways[onCPU]:
+		chosen = c.measured(tokens, peers, ways)
 	}
 	if c.repeated++; chosen != c.chosen || tokens != c.tokens {
 		c.repeated = 0
@@ -197,46 +219,97 @@ func (c *accessChooser) choose(tokens int, onDemand bool, peers float64) access 
 	return chosen
 }
 
-func (c *accessChooser) measured(tokens int, peers float64) access {
+// measured chooses among byCopy and other ways.
+func (c *accessChooser) measured(tokens int, peers float64, ways [accesses]bool) access {
+	for len(c.sizes) <= tokens {
+		c.sizes = append(c.sizes, accessTimes{})
+	}
 	t := &c.sizes[tokens]
 	var now [accesses]time.Duration
 	now[byCopy], now[inPlace] = c.model.Predict(tokens, c.onDemand, peers)
+	now[onCPU] = c.model.PredictOnCPU(tokens, peers)
+	ways[byCopy] = true
 	if peers > 0 && c.model.MaxHold > 0 && now[inPlace] > c.model.MaxHold {
-		return byCopy
+		ways[inPlace] = false
+	}
+	limit, steps := probePredicted, probeSteps
+	if c.model.CPURate > 0 {
+		limit, steps = probeWithCPU, probeStepsCPU
 	}
 	for a := range now {
-		if math.Abs(float64(now[a]-t.predicted[a])) > movedBy*float64(t.predicted[a]) {
+		if ways[a] && math.Abs(float64(now[a]-t.predicted[a])) > movedBy*float64(t.predicted[a]) {
 			*t = accessTimes{predicted: now, since: probeInterval - firstProbe}
 			break
 		}
 	}
-	times, limit := [...]float64{now[byCopy].Seconds(), now[inPlace].Seconds()}, probePredicted
-	if c.model.CPURate > 0 {
-		limit = probeWithCPU
+	best := t.best(ways)
+	if !ways[t.probed] {
+		t.probing = 0
 	}
-	if t.n[byCopy] >= minSamples && t.n[inPlace] >= minSamples {
-		times, limit = t.mean, probeMeasured
-	}
-	best := byCopy
-	if times[inPlace] < times[byCopy] {
-		best = inPlace
-	}
-	other := inPlace - best
-	if t.since++; t.since >= probeInterval && times[other] <= limit*times[best] {
-		t.since, t.probing = 0, probeSteps
+	if t.since++; t.since >= probeInterval {
+		if other, found := t.next(ways, best, limit); found {
+			t.since, t.probed, t.probing = 0, other, steps
+			if _, more := t.next(ways, best, limit); more && t.n[other] == 0 { // the first probes follow one another
+				t.since = probeInterval - steps - firstProbe
+			}
+		}
 	}
 	if t.probing > 0 {
 		t.probing--
-		return other
+		return t.probed
 	}
 	return best
+}
+
+// best is the way that takes least: of those measured, where byCopy and another one are, otherwise by the model.
+func (t *accessTimes) best(ways [accesses]bool) access {
+	known := ways
+	n := 0
+	for a := range known {
+		if known[a] = ways[a] && t.n[a] >= minSamples; known[a] {
+			n++
+		}
+	}
+	times := t.mean
+	if n < 2 || !known[byCopy] {
+		known = ways
+		for a := range times {
+			times[a] = t.predicted[a].Seconds()
+		}
+	}
+	best := byCopy
+	for a, ok := range known {
+		if ok && (!known[best] || times[a] < times[best]) {
+			best = access(a)
+		}
+	}
+	return best
+}
+
+// next is the way to probe, in turn behind the latest one: one that is not known to take probeMeasured times as
+// long as the best, or limit times by the model.
+func (t *accessTimes) next(ways [accesses]bool, best access, limit float64) (access, bool) {
+	for i := range accesses {
+		a := access((int(t.probed) + 1 + i) % accesses)
+		if !ways[a] || a == best || a == t.probed && t.probing > 0 {
+			continue
+		}
+		if t.n[a] >= minSamples && t.n[best] >= minSamples {
+			if t.mean[a] <= probeMeasured*t.mean[best] {
+				return a, true
+			}
+		} else if t.predicted[a].Seconds() <= limit*t.predicted[best].Seconds() {
+			return a, true
+		}
+	}
+	return 0, false
 }
 
 // took records the time of the step that choose was called for, and how many offloaded experts it
 // used.
 func (c *accessChooser) took(d time.Duration, used int64) {
 	c.steps[c.chosen].Add(1)
-	if c.tokens > MaxInPlaceTokens || c.repeated < probeSkip || used <= 0 {
+	if c.tokens >= len(c.sizes) || c.repeated < probeSkip || used <= 0 {
 		return
 	}
 	t := &c.sizes[c.tokens]
@@ -253,12 +326,13 @@ func (c *accessChooser) took(d time.Duration, used int64) {
 }
 
 // StepsByAccess counts the finished steps of a model with offloaded experts by how they got at
-// these; Direct: kernels read them in place, Copied: they were copied to the expert cache.
+// these; Direct: kernels read them in place, OnCPU: the CPU computed all of those in host memory, Copied: they
+// were copied to the expert cache, but for those that the CPU computed meanwhile.
 type StepsByAccess struct {
-	Copied, Direct int64
+	Copied, Direct, OnCPU int64
 }
 
 // StepsByAccess returns the counts since New. It may be called from any goroutine.
 func (p *Pipeline) StepsByAccess() StepsByAccess {
-	return StepsByAccess{Copied: p.access.steps[byCopy].Load(), Direct: p.access.steps[inPlace].Load()}
+	return StepsByAccess{Copied: p.access.steps[byCopy].Load(), Direct: p.access.steps[inPlace].Load(), OnCPU: p.access.steps[onCPU].Load()}
 }

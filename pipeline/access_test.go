@@ -89,7 +89,7 @@ func TestInPlaceTokens(t *testing.T) {
 		}
 		r := newRig(t, "mixtral", 0.5, c.mo, o)
 		for _, tokens := range []int{1, MaxInPlaceTokens, MaxInPlaceTokens + 1, 64} {
-			if got := r.p.plans.get(tokens, r.p.chooseFor(tokens)).inPlace; got != (tokens <= c.want) {
+			if got := r.p.planFor(tokens).inPlace; got != (tokens <= c.want) {
 				t.Errorf("%s, %+v: a step of %d tokens is in place: %t", c.set, c.mo, tokens, got)
 			}
 		}
@@ -158,7 +158,7 @@ func TestAutoAccessSameResults(t *testing.T) {
 		}
 		by := r.p.StepsByAccess()
 		t.Logf("peers %v: %+v, %+v", peers, by, r.p.Graphs())
-		measured := slices.ContainsFunc(r.p.access.sizes[:], func(t accessTimes) bool { return t.n[byCopy] > 0 && t.n[inPlace] > 0 })
+		measured := slices.ContainsFunc(r.p.access.sizes, func(t accessTimes) bool { return t.n[byCopy] > 0 && t.n[inPlace] > 0 })
 		if !measured || by.Direct == 0 || by.Copied == 0 || by.Direct+by.Copied != 3*steps {
 			t.Errorf("peers %v: %+v of %d steps", peers, by, 3*steps)
 		}
@@ -312,6 +312,52 @@ func TestAccessChooser(t *testing.T) {
 	}
 }
 
+// TestAccessChooserWithCPU: with experts on the CPU, steps take at most 2 % longer than with the best of three ways
+// alone, behind the first 200, over machines on which each takes up to twice as long as by the model, or half, from
+// step to step by 5 % more or less.
+func TestAccessChooserWithCPU(t *testing.T) {
+	random := rand.New(rand.NewPCG(3, 4))
+	worst := 0.0
+	var won [accesses]int
+	for range 400 {
+		c := accessChooser{setting: configs.AutoAccess, possible: random.IntN(4) > 0, limit: MaxInPlaceTokens, cpuLimit: 60, model: accessModel(0.8+0.4*random.Float64(), 1)}
+		c.model.Layers, c.model.CPURate, c.model.CPUStart = 1, 110e9, 50*time.Microsecond
+		tokens := 1 + random.IntN(60)
+		if !c.possible && random.IntN(2) == 0 {
+			c.setting = configs.CopyAccess
+		}
+		byCopies, inThePlace := c.model.Predict(tokens, true, 0)
+		truth := [accesses]float64{byCopies.Seconds(), inThePlace.Seconds(), c.model.PredictOnCPU(tokens, 0).Seconds()}
+		for a := range truth {
+			truth[a] *= math.Exp2(2*random.Float64() - 1)
+		}
+		best := access(0)
+		for a := range truth {
+			if possible := access(a) != inPlace || c.possible && tokens <= c.limit; possible && truth[a] < truth[best] {
+				best = access(a)
+			}
+		}
+		won[best]++
+		var sum float64
+		const first, steps = 200, 4000
+		for i := range first + steps {
+			a := c.choose(tokens, true, 0)
+			if a == inPlace && (!c.possible || tokens > c.limit) {
+				t.Fatalf("a step of %d tokens is in place", tokens)
+			}
+			if i >= first {
+				sum += truth[a]
+			}
+			c.took(time.Duration(truth[a]*(1+0.05*random.NormFloat64())*float64(time.Second)), 1000)
+		}
+		worst = max(worst, sum/(steps*truth[best]))
+	}
+	t.Logf("at most %.2f %% slower; the best ways: %v", 100*(worst-1), won)
+	if worst > 1.02 || slices.Contains(won[:], 0) {
+		t.Errorf("steps take %.3f times as long as by the best way; the best ways: %v", worst, won)
+	}
+}
+
 // TestAccessPredictsCPU: with experts on the CPU, copies take the time in which both bring their parts.
 func TestAccessPredictsCPU(t *testing.T) {
 	m := AccessModel{
@@ -325,6 +371,9 @@ func TestAccessPredictsCPU(t *testing.T) {
 	share := (link - 100e-6) / (link + missing/100e9)
 	if cpu := 100e-6 + share*missing/100e9; math.Abs(cpu-(1-share)*link) > 1e-9 || math.Abs(with.Seconds()-10*cpu) > 1e-6 {
 		t.Errorf("predicted %v with the CPU, want 10 layers of %v s or %v s", with, cpu, (1-share)*link)
+	}
+	if alone := 10 * (100e-6 + missing/100e9); math.Abs(m.PredictOnCPU(1, 0).Seconds()-alone) > 1e-6 {
+		t.Errorf("predicted %v on the CPU alone, want %v s", m.PredictOnCPU(1, 0), alone)
 	}
 	m.CPUStart = time.Second
 	late, _ := m.Predict(1, true, 0)

@@ -50,9 +50,6 @@ type cpuExperts struct {
 	// fetched is recorded behind the kernels of the experts that the link copied, if fetching.
 	fetched  device.Event
 	fetching bool
-	// arrived is recorded when all outputs are in the GPU's memory, if awaited.
-	arrived device.Event
-	awaited bool
 	// pairs are the (token, k) pairs of the layer's experts on the host, added those of the divided one,
 	// which are not among them.
 	pairs, added []int
@@ -137,9 +134,6 @@ func newCPUExperts(o *Options) (h *cpuExperts, err error) {
 		return h, err
 	}
 	if h.fetched, err = o.Machine.NewEvent(); err != nil {
-		return h, err
-	}
-	if h.arrived, err = o.Machine.NewEvent(); err != nil {
 		return h, err
 	}
 	if h.computed, err = o.Machine.NewFence("experts on the CPU computed"); err == nil {
@@ -254,19 +248,11 @@ func (h *cpuExperts) await(x *executor, tokens forward.Span, m *meter) error {
 	}
 	outputs := x.model.ExpertOutputs(tokens)
 	slices.Sort(h.pairs)
-	if err := h.toDevice(x, &outputs); err != nil {
-		return fmt.Errorf("copy the outputs of experts from the host: %w", err)
-	}
-	if h.awaited = h.share.Auto(); !h.awaited {
-		return nil
-	}
-	return x.stream.Record(h.arrived)
-}
-
-// toDevice copies the layer's outputs to the device.
-func (h *cpuExperts) toDevice(x *executor, outputs *kernels.Tensor) error {
 	if h.inPlace {
-		return h.outputsByKernels(x.stream, x.model.Backend(), outputs)
+		if err := h.outputsByKernels(x.stream, x.model.Backend(), &outputs); err != nil {
+			return fmt.Errorf("copy the outputs of experts from the host: %w", err)
+		}
+		return nil
 	}
 	h.dst, h.src = h.dst[:0], h.src[:0]
 	for i := 0; i < len(h.pairs); { // one copy for rows that follow one another
@@ -277,7 +263,10 @@ func (h *cpuExperts) toDevice(x *executor, outputs *kernels.Tensor) error {
 		h.dst = append(h.dst, outputs.Slice(first, end).Range())
 		h.src = append(h.src, h.buffers.output.Slice(first, end).Range())
 	}
-	return copyAll(x.stream, h.dst, h.src)
+	if err := copyAll(x.stream, h.dst, h.src); err != nil {
+		return fmt.Errorf("copy the outputs of experts from the host: %w", err)
+	}
+	return nil
 }
 
 // copyWord is the unit of kernels.CopyBlocks, in bytes.
@@ -354,18 +343,11 @@ func (h *cpuExperts) measure() {
 			h.share.Fetched(took)
 		}
 	}
-	if h.awaited {
-		if took, ok := took(h.arrived); ok {
-			h.share.Ended(took)
-		}
-	}
 	h.forgetTimes()
 }
 
 // forgetTimes forgets what measure would read.
-func (h *cpuExperts) forgetTimes() {
-	h.work, h.readBytes, h.fetching, h.awaited = h.work[:0], 0, false, false
-}
+func (h *cpuExperts) forgetTimes() { h.work, h.readBytes, h.fetching = h.work[:0], 0, false }
 
 // Err implements source: it returns the stream's error.
 func (h *cpuExperts) Err(ctx context.Context) error {
@@ -387,7 +369,7 @@ func (h *cpuExperts) close() error {
 	if h.host != nil {
 		errs = append(errs, h.host.Close())
 	}
-	for _, e := range []device.Event{h.ended, h.read, h.fetched, h.arrived} {
+	for _, e := range []device.Event{h.ended, h.read, h.fetched} {
 		if e != nil {
 			errs = append(errs, e.Close())
 		}

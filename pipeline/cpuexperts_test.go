@@ -50,6 +50,38 @@ func TestCPUExpertsSameResults(t *testing.T) {
 	}
 }
 
+// TestAllOnCPUSameResults: steps whose experts in host memory the CPU computes alone, between others, give the same
+// results, and fetch nothing from there.
+func TestAllOnCPUSameResults(t *testing.T) {
+	model := accessModel(1, 1)
+	model.Host.ReadRate, model.CPURate, model.CPUStart = 1, 110e9, 50*time.Microsecond
+	for _, peers := range [][]device.Space{nil, {device.HBM(1)}} {
+		for i, mo := range machines(t) {
+			const steps = 60
+			want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchTokens: -1}).generate(4, steps, nil)
+			o := Options{CPUExperts: host, CPUShare: cpuShare(experts.AutoCPUShare), SmallBatchTokens: 64, MicroBatchTokens: []int{0, 7}[i%2], AccessModel: model, ExpertAccess: configs.CopyAccess}
+			mo.NotMapped = []device.Space{device.Host} // so that no expert is divided, which rounds otherwise
+			r := newRig(t, "mixtral", 0.5, linked(mo), o, peers...)
+			if got := r.generate(4, steps, nil); got != want {
+				t.Errorf("peers %v, machine %d: %s", peers, i, firstDifference(got, want))
+			}
+			if by := r.p.StepsByAccess(); by.OnCPU == 0 || by.Copied == 0 || by.OnCPU+by.Copied != steps {
+				t.Errorf("peers %v, machine %d: %+v of %d steps", peers, i, by, steps)
+			}
+			// From here on, all of them.
+			r.p.access.sizes = nil
+			r.p.access.model.MemoryRate = 1e6
+			before := r.store.Stats()
+			if got := r.generate(4, steps, nil); got != want {
+				t.Errorf("peers %v, machine %d: %s", peers, i, firstDifference(got, want))
+			}
+			if now := r.store.Stats(); len(peers) == 0 && now.OnCPU == before.OnCPU || now.Fetched[experts.Host] != before.Fetched[experts.Host] {
+				t.Errorf("peers %v, machine %d: %+v before, %+v after; %+v", peers, i, before, now, r.p.StepsByAccess())
+			}
+		}
+	}
+}
+
 // TestDividedExperts: kernels compute with a part of an expert, which they read in host memory, and the CPU
 // with the rest. The results are those of whole experts up to the order of sums, however the machine
 // schedules its work, and where copies fail.

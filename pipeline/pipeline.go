@@ -225,6 +225,9 @@ func (p *Pipeline) chooseAccess() {
 	o := &p.o
 	c := &p.access
 	c.setting, c.model = o.ExpertAccess, o.AccessModel
+	if o.CPUShare != nil && o.CPUShare.Auto() && c.model.Known() && c.model.CPURate > 0 {
+		c.cpuLimit = p.plans.onDemand
+	}
 	if c.setting == configs.CopyAccess || !p.plans.anyOffloaded() || c.setting == configs.AutoAccess && (!c.model.Known() || o.CPUShare != nil && !o.CPUShare.Auto()) {
 		return
 	}
@@ -260,7 +263,7 @@ func (p *Pipeline) Step(ctx context.Context, s *Step) (Result, error) {
 	if err != nil {
 		return Result{}, err
 	}
-	plan := p.plans.get(tokens, p.chooseFor(tokens))
+	plan := p.planFor(tokens)
 	if err := p.batches.split(s, tokens, &plan.shape); err != nil {
 		return Result{}, err
 	}
@@ -282,12 +285,17 @@ func (p *Pipeline) Step(ctx context.Context, s *Step) (Result, error) {
 	return p.complete(s)
 }
 
-// chooseFor chooses how a step of so many tokens gets at offloaded experts.
-func (p *Pipeline) chooseFor(tokens int) access {
-	if !p.access.possible {
-		return p.access.choose(tokens, false, 0)
+// planFor chooses how a step of so many tokens gets at offloaded experts, and returns its plan.
+func (p *Pipeline) planFor(tokens int) *plan {
+	if !p.access.possible && p.access.cpuLimit == 0 {
+		return p.plans.get(tokens, p.access.choose(tokens, false, 0), p.o.CPUShare != nil && p.o.CPUShare.TakesAll())
 	}
-	return p.access.choose(tokens, tokens <= p.plans.onDemand, p.o.Experts.PeerShare())
+	peers := p.o.Experts.PeerShare()
+	chosen := p.access.choose(tokens, tokens <= p.plans.onDemand, peers)
+	if p.o.CPUShare != nil {
+		p.o.CPUShare.TakeAll(chosen == onCPU)
+	}
+	return p.plans.get(tokens, chosen, chosen == onCPU && peers == 0)
 }
 
 // begin begins the store's part of a step.

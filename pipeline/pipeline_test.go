@@ -402,7 +402,7 @@ func TestPlanOfStep(t *testing.T) {
 	}{{0.5, 0, 4}, {0.5, -1, 0}, {0.5, 7, 7}, {0, 0, 0}, {0, 64, 0}} {
 		r := newRig(t, "mixtral", c.fraction, emulated.Options{Virtual: true}, Options{SmallBatchTokens: c.set})
 		for _, tokens := range []int{1, 4, 5, 7, 8, 64} {
-			onDemand := slices.ContainsFunc(r.p.plans.get(tokens, byCopy).rest(), func(a Action) bool { return a.Kind == RouterToHost })
+			onDemand := slices.ContainsFunc(r.p.plans.get(tokens, byCopy, false).rest(), func(a Action) bool { return a.Kind == RouterToHost })
 			if want := tokens <= c.want; onDemand != want {
 				t.Errorf("fraction %v, SmallBatchTokens %d: a step of %d tokens runs on demand: %v, want %v", c.fraction, c.set, tokens, onDemand, want)
 			}

@@ -147,6 +147,8 @@ type Shape struct {
 	HostAttention bool
 	// CPUExperts: the CPU computes some of the experts in host memory. Only OnDemand uses it.
 	CPUExperts bool
+	// Unpredicted: no experts are predicted for the next layer, since none would be fetched. Only OnDemand uses it.
+	Unpredicted bool
 }
 
 func (s Shape) groups() int { return max(1, s.Groups) }
@@ -286,13 +288,14 @@ func OnDemand(s Shape) []Action {
 			n = layer
 		}
 	}
+	predicts := func(layer int) bool { return next[layer] >= 0 && !s.Unpredicted }
 	return s.layers(func(p []Action, layer int) []Action {
 		if !s.Offloaded[layer] {
 			return s.experts(s.attention(append(p, Action{Kind: Resolve, Layer: layer}), layer), layer)
 		}
 		p = s.attention(append(p, Action{Kind: ResolveOnDemand, Layer: layer}), layer)
 		p = append(p, Action{Kind: RouterToHost, Layer: layer})
-		if next[layer] >= 0 {
+		if predicts(layer) {
 			p = append(p, Action{Kind: PredictNext, Layer: next[layer]})
 		}
 		p = append(s.shared(p, layer), Action{Kind: RunResident, Layer: layer})
@@ -300,7 +303,7 @@ func OnDemand(s Shape) []Action {
 			p = append(p, Action{Kind: ComputeOnCPU, Layer: layer})
 		}
 		p = append(p, Action{Kind: FetchChosen, Layer: layer}, Action{Kind: RunFetched, Layer: layer}, Action{Kind: Release, Layer: layer})
-		if next[layer] >= 0 {
+		if predicts(layer) {
 			p = append(p, Action{Kind: PrefetchPredicted, Layer: next[layer]})
 		}
 		return p

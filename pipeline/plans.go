@@ -20,8 +20,8 @@ type plans struct {
 
 // planKey identifies a plan of one pipeline.
 type planKey struct {
-	microBatches      int
-	onDemand, inPlace bool
+	microBatches                   int
+	onDemand, inPlace, unpredicted bool
 }
 
 // plan is the actions of a step: the uploads of metadata, the layers, and the heads, which sample.
@@ -58,17 +58,19 @@ func newPlans(o *Options) *plans {
 // anyOffloaded reports whether some layer has offloaded experts.
 func (p *plans) anyOffloaded() bool { return slices.Contains(p.shape.Offloaded, true) }
 
-// get returns the plan of a step of this many tokens. Only one of a single group can be in place.
-func (p *plans) get(tokens int, a access) *plan {
+// get returns the plan of a step of this many tokens. Only one of a single group can be in place. unpredicted: if
+// it is OnDemand, no experts are predicted.
+func (p *plans) get(tokens int, a access, unpredicted bool) *plan {
 	n, _ := p.microBatching.split(tokens)
 	key := planKey{microBatches: n, inPlace: a == inPlace}
 	key.onDemand = !key.inPlace && tokens <= p.onDemand
+	key.unpredicted = key.onDemand && unpredicted
 	cached, ok := p.cache[key]
 	if ok {
 		return cached
 	}
 	s := p.shape
-	s.MicroBatches, s.Groups = n, min(p.microBatching.groups, n)
+	s.MicroBatches, s.Groups, s.Unpredicted = n, min(p.microBatching.groups, n), key.unpredicted
 	if key.onDemand || key.inPlace {
 		s.Groups = 1
 	}

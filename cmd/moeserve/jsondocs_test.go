@@ -636,7 +636,7 @@ var fieldDocs = map[string]string{
 	"peer_kernel_read_bytes_per_s":  "the same of a peer's memory",
 	"sources":                       "where each figure is from, by field",
 
-	"steps_by_access":                 "steps of a model with offloaded experts, by how they got at these: copied them (`copy`), or read them where they lie (`direct`)",
+	"steps_by_access":                 "steps of a model with offloaded experts, by how they got at these: copied them (`copy`), read them where they lie (`direct`), or left all of those in host memory to the CPU (`cpu`)",
 	"direct_steps":                    "steps of all trials that read offloaded experts in place (`--expert-access`)",
 	"host_load_kernel_below_bytes":    "block size below which a kernel copies scattered blocks from the host faster than the copy engines; 0: never",
 	"host_store_kernel_below_bytes":   "the same of copies to the host",

@@ -100,7 +100,7 @@ func newRunResult(a *answer, loaded, r *observe.Report) *runResult {
 		PrefillRate: rate(len(a.prompt), a.prefill), DecodeRate: rate(len(a.ids)-1, a.decode),
 		Steps: r.Steps, Retried: r.Retried,
 		StallSeconds: r.Pipeline.Stalls.ByName(), GraphCaptures: int64(r.Pipeline.Graphs.Captured), GraphLaunches: int64(r.Pipeline.Graphs.Launched),
-		StepsByAccess: map[string]int64{"copy": r.Pipeline.Steps.Copied, "direct": r.Pipeline.Steps.Direct}, Experts: r.Experts, Peers: r.Harvest.Borrowed(), Revocations: r.Harvest.Revocations,
+		StepsByAccess: map[string]int64{"copy": r.Pipeline.Steps.Copied, "direct": r.Pipeline.Steps.Direct, "cpu": r.Pipeline.Steps.OnCPU}, Experts: r.Experts, Peers: r.Harvest.Borrowed(), Revocations: r.Harvest.Revocations,
 		Links: []linkReport{}, Memory: r.Memory, KVTiers: append([]observe.KVTier{}, r.KVTiers.Tiers...), Layers: append([]observe.Layer{}, r.Layers...),
 	}
 	if n := len(a.ids) - 1; n > 0 {
@@ -215,6 +215,9 @@ func (r *runResult) summary(hasText bool) []string {
 		line := fmt.Sprintf("experts\thit rate %s: %s, %s (%s)", percent(e.HitRate), plural(e.Hits, "hit"), plural(e.Misses, "miss"), missed)
 		if n := p.StepsByAccess["direct"]; n > 0 {
 			line += fmt.Sprintf(", read in place in %s", plural(n, "step"))
+		}
+		if n := p.StepsByAccess["cpu"]; n > 0 {
+			line += fmt.Sprintf(", left to the CPU alone in %s", plural(n, "step"))
 		}
 		lines = append(lines, line)
 	}

@@ -222,7 +222,7 @@ var (
 	stalls   = metrics.NewDesc("moeserve_stall_seconds_total", "Stall time of the compute stream within steps, by cause.", "cause")
 	captures = metrics.NewDesc("moeserve_graph_captures_total", "Decode steps captured as a CUDA graph.")
 	launches = metrics.NewDesc("moeserve_graph_launches_total", "Decode steps launched as a CUDA graph.")
-	steps    = metrics.NewDesc("moeserve_steps_total", "Steps of a model with offloaded experts, by how they got at these: copied to the GPU (copy), or read by kernels where they lie (direct).", "access")
+	steps    = metrics.NewDesc("moeserve_steps_total", "Steps of a model with offloaded experts, by how they got at these: copied to the GPU (copy), read by kernels where they lie (direct), or those in host memory computed by the CPU alone (cpu).", "access")
 )
 
 func (p Pipeline) collect(to *metrics.Sink) {
@@ -233,4 +233,5 @@ func (p Pipeline) collect(to *metrics.Sink) {
 	to.Counter(launches, float64(p.Graphs.Launched))
 	to.Counter(steps, float64(p.Steps.Copied), "copy")
 	to.Counter(steps, float64(p.Steps.Direct), "direct")
+	to.Counter(steps, float64(p.Steps.OnCPU), "cpu")
 }
