@@ -68,6 +68,10 @@ func cachedAddr(t *kernels.Tensor, block, token, h int) device.Addr {
 func declareToken(m *merger, t *kernels.Tensor, block, token, heads, d int) {
 	size := t.DType.Size()
 	a := t.Addr + device.Addr(size*(block*t.Stride[0]+token*t.Stride[1]))
+	if t.Stride[2] == d { // the heads follow one another
+		m.add(a, size*heads*d)
+		return
+	}
 	for h := range heads {
 		m.add(a+device.Addr(size*h*t.Stride[2]), size*d)
 	}
@@ -84,8 +88,58 @@ func (b *Backend) attention(o *kernels.Attention, access device.Access) error {
 	if err != nil {
 		return err
 	}
-	b.parallel(len(spans), func(part int) { b.computeAttention(o, spans[part]) })
+	// The heads of a token lie together, so a thread that reads one head reads short pieces at a stride. Where there
+	// are enough sequences, a thread computes with all heads of some rows, and first reads what they attend to as it
+	// lies, if that fits into the cache of a core.
+	heads := o.CacheK.Shape[2]
+	rows := len(spans) / heads
+	if rows < rowsPerThread*b.threads {
+		b.parallel(len(spans), func(part int) { b.computeAttention(o, spans[part]) })
+		return nil
+	}
+	b.parallel(rows, func(part int) {
+		all := spans[part*heads:][:heads]
+		b.readAhead(o, &all[0])
+		for i := range all {
+			b.computeAttention(o, all[i])
+		}
+	})
 	return nil
+}
+
+const (
+	// rowsPerThread is how many parts of all heads there are for each thread, at least.
+	rowsPerThread = 4
+	// coreCache is the size of a core's second-level cache, in bytes: that of current servers, or less.
+	coreCache = 1 << 20
+	// cacheLine is in bytes.
+	cacheLine = 64
+)
+
+// readAhead reads the keys and values, of all heads, to which the rows of a span attend, if they fit into
+// a core's cache. The result is of no use.
+//
+//go:noinline
+func (b *Backend) readAhead(o *kernels.Attention, s *span) (sum uint64) {
+	first, end := 0, s.at+s.to-s.from
+	if o.Window > 0 {
+		first = max(0, s.at-o.Window+1)
+	}
+	k := &o.CacheK
+	row := k.Shape[2] * k.Shape[3] * k.DType.Size()
+	if k.Stride[2] != k.Shape[3] || o.CacheV.Stride[2] != k.Shape[3] || 2*row*(end-first) > coreCache || row%8 != 0 {
+		return 0
+	}
+	table, tokens := blockRow(&o.BlockTable, s.seq), k.Shape[1]
+	for _, cache := range [...]*kernels.Tensor{k, &o.CacheV} {
+		for t := first; t < end; t++ {
+			words := at[uint64](cachedAddr(cache, int(table[t/tokens]), t%tokens, 0), row/8)
+			for i := 0; i < len(words); i += cacheLine / 8 {
+				sum += words[i]
+			}
+		}
+	}
+	return sum
 }
 
 // spans checks the device data, declares the parts of the cache that are read, and divides the

@@ -4,7 +4,9 @@ import (
 	"bytes"
 	"encoding/binary"
 	"fmt"
+	"math"
 	"math/rand/v2"
+	"slices"
 	"testing"
 
 	"github.com/moeserve/moeserve/device"
@@ -143,6 +145,28 @@ func TestAttentionOf16Bits(t *testing.T) {
 				if !bytes.Equal(data, rounded) {
 					t.Errorf("%v, %v: %v, want %v rounded", dtype, a, got[:4], exact[:4])
 				}
+			}
+		}
+	}
+}
+
+// TestAttentionOfManySequences: whether a thread computes with all heads of some rows, or with one head, the
+// results are the same bits.
+func TestAttentionOfManySequences(t *testing.T) {
+	for _, window := range []int{0, 20} {
+		for _, dtype := range []kernels.DType{kernels.F32, kernels.BF16} {
+			random := rand.New(rand.NewPCG(7, 8))
+			a := attended{heads: 6, kvHeads: 3, dim: 32, window: window}
+			for range 40 {
+				rows := 1 + random.IntN(3)
+				a.rows, a.contexts = append(a.rows, rows), append(a.contexts, rows+random.IntN(90))
+			}
+			numbers := func(i int) float32 { return float32(math.Sin(float64(i))) }
+			a.threads = 2
+			together := a.run(t, dtype, numbers)
+			a.threads = 32
+			if apart := a.run(t, dtype, numbers); !slices.Equal(together, apart) {
+				t.Errorf("%v of %v: heads by heads the results are others", a, dtype)
 			}
 		}
 	}

@@ -3,6 +3,7 @@ package cpu_test
 import (
 	"encoding/binary"
 	"fmt"
+	"math/rand/v2"
 	"testing"
 
 	"github.com/moeserve/moeserve/device"
@@ -93,6 +94,57 @@ func BenchmarkAttention(b *testing.B) {
 			b.ReportMetric(float64(decl.Bytes)*float64(b.N)/b.Elapsed().Seconds()/1e9, "GB/s")
 		})
 	}
+}
+
+// BenchmarkDecodeAttention reports one layer's attention of a micro-batch of 324 sequences with 80 tokens each and
+// the heads of Mixtral-8x7B. Blocks lie in random places of 500 MB, so that they are not in a cache.
+func BenchmarkDecodeAttention(b *testing.B) {
+	const heads, kvHeads, d, tokens, sequences, context = 32, 8, 128, 16, 324, 80
+	const each = context / tokens
+	const blocks = 4 * sequences * each
+	m, s, backend := openBench(b, 1)
+	cache := int64(blocks * tokens * kvHeads * d * 2)
+	const rowBytes = sequences * heads * d * 2
+	mem, err := m.Alloc(device.Host, 2*cache+2*rowBytes, "tensors")
+	if err != nil {
+		b.Fatal(err)
+	}
+	all := mem.Write(0, 2*cache+2*rowBytes)
+	for i := range all { // so that pages are not all the same one
+		all[i] = byte(i % 63)
+	}
+	const tableBytes = 4 * (2*sequences + 1 + sequences*each)
+	table, err := m.Alloc(device.Host, tableBytes, "table")
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer func() { _, _ = mem.Free(), table.Free() }()
+	write := table.Write(0, tableBytes)
+	for i := range sequences {
+		binary.LittleEndian.PutUint32(write[4*i+4:], uint32(i+1))
+		binary.LittleEndian.PutUint32(write[4*(sequences+1+i):], context)
+	}
+	for i, block := range rand.New(rand.NewPCG(1, 2)).Perm(blocks)[:sequences*each] {
+		binary.LittleEndian.PutUint32(write[4*(2*sequences+1+i):], uint32(block))
+	}
+	clear(write[:4])
+	at := func(i int64) device.Addr { return table.Range(4*i, 0).Addr }
+	op := kernels.Attention{
+		Q:      kernels.New(mem.Range(2*cache, 0).Addr, kernels.BF16, sequences, heads, d),
+		CacheK: kernels.New(mem.Range(0, 0).Addr, kernels.BF16, blocks, tokens, kvHeads, d), CacheV: kernels.New(mem.Range(cache, 0).Addr, kernels.BF16, blocks, tokens, kvHeads, d),
+		SeqStarts: kernels.New(at(0), kernels.I32, sequences+1), ContextLens: kernels.New(at(sequences+1), kernels.I32, sequences),
+		BlockTable: kernels.New(at(2*sequences+1), kernels.I32, sequences, each), Scale: 0.1, MaxContext: context, MaxSeqTokens: 1,
+		Out: kernels.New(mem.Range(2*cache+rowBytes, 0).Addr, kernels.BF16, sequences, heads, d),
+	}
+	for b.Loop() {
+		if err := backend.Enqueue(s, &op); err != nil {
+			b.Fatal(err)
+		}
+		if err := s.Synchronize(b.Context()); err != nil {
+			b.Fatal(err)
+		}
+	}
+	b.ReportMetric(float64(b.N)*sequences*context*2*kvHeads*d*2/b.Elapsed().Seconds()/1e9, "GB/s")
 }
 
 // BenchmarkSample reports drawing one token from the vocabulary of Qwen models.
