@@ -469,7 +469,7 @@ func (u *setup) steps() pipeline.Options {
 		p.Graphs = -1
 	}
 	if p.HostAttention != nil {
-		p.HostAttention = u.devices.Host()
+		p.HostAttention = u.devices.OnCPU()
 	}
 	if p.CPUExperts != nil {
 		p.CPUExperts, p.CPUShare = u.cpuExperts()
@@ -479,7 +479,7 @@ func (u *setup) steps() pipeline.Options {
 
 // cpuExperts are the backend for experts on the CPU, and which experts it gets.
 func (u *setup) cpuExperts() (kernels.Backend, *experts.CPUShare) {
-	backend := u.devices.CPUExperts()
+	backend := u.devices.OnCPU()
 	choice, _ := u.settings.Batch.ParseCPUExperts() // valid
 	fraction := choice.Fraction
 	if choice.Auto {

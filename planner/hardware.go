@@ -38,6 +38,10 @@ type Hardware struct {
 	HostMemoryRate float64 `json:"host_memory_bytes_per_s"`
 	// CPUFlops is the rate of all cores, in flop/s.
 	CPUFlops float64 `json:"cpu_flop_per_s"`
+	// CPUAttentionRate is what attention on the CPU reads of the KV cache in decode steps, in bytes/s, and
+	// CPUAttentionFlops its rate in prompts, in flop/s; 0: HostMemoryRate and CPUFlops.
+	CPUAttentionRate  float64 `json:"cpu_attention_bytes_per_s,omitempty"`
+	CPUAttentionFlops float64 `json:"cpu_attention_flop_per_s,omitempty"`
 
 	// HostToGPU is the rate of copies from host memory over 1, 2, … paths, in
 	// bytes/s. Paths after the first lead through peers.
@@ -104,6 +108,8 @@ var hardwareFields = []struct {
 	{"host_memory_bytes", "bytes", false, func(h *Hardware) float64 { return float64(h.HostMemory) }},
 	{"host_memory_bytes_per_s", "bytes/s", false, func(h *Hardware) float64 { return h.HostMemoryRate }},
 	{"cpu_flop_per_s", "flop/s", false, func(h *Hardware) float64 { return h.CPUFlops }},
+	{"cpu_attention_bytes_per_s", "bytes/s", true, func(h *Hardware) float64 { return h.CPUAttentionRate }},
+	{"cpu_attention_flop_per_s", "flop/s", true, func(h *Hardware) float64 { return h.CPUAttentionFlops }},
 	{"host_to_gpu_bytes_per_s", "a list, bytes/s", false, nil},
 	{"gpu_to_host_bytes_per_s", "bytes/s", false, func(h *Hardware) float64 { return h.GPUToHost }},
 	{"host_copy_latency_s", "seconds", true, func(h *Hardware) float64 { return h.HostCopyLatency }},

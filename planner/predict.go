@@ -1,6 +1,7 @@
 package planner
 
 import (
+	"cmp"
 	"fmt"
 	"math"
 	"time"
@@ -317,8 +318,8 @@ func (p *Problem) cpuAttention(s *Step, x *Policy, tokens, pairs, kvTokens float
 	layers, a := float64(m.Layers), float64(m.ActivationBytes)
 	q, v := float64(m.Heads*m.HeadDim), float64(2*m.KVHeads*m.HeadDim)
 	// The GEMMs with keys and with values, and the softmax between.
-	compute := pairs * layers * (4*q + 2*float64(m.Heads)) / h.CPUFlops
-	reading := (kvTokens*float64(m.KVBytesPerToken()) + 2*a*tokens*q*layers) / h.HostMemoryRate
+	compute := pairs * layers * (4*q + 2*float64(m.Heads)) / cmp.Or(h.CPUAttentionFlops, h.CPUFlops)
+	reading := kvTokens*float64(m.KVBytesPerToken())/cmp.Or(h.CPUAttentionRate, h.HostMemoryRate) + 2*a*tokens*q*layers/h.HostMemoryRate
 	s.CPU, bound = max(compute, reading), BoundCPUMemory
 	if compute > reading {
 		bound = BoundCPU

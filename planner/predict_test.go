@@ -339,3 +339,23 @@ func TestCPUExperts(t *testing.T) {
 		t.Errorf("%+v", s)
 	}
 }
+
+// TestCPUAttentionMeasured: where attention on the CPU was measured, steps take as long as at its rates.
+func TestCPUAttentionMeasured(t *testing.T) {
+	p := problem(t, "mixtral-8x7b", "h200")
+	x := offload(t, p, Policy{Batch: 4536, Attention: configs.OnCPU}, 0, configs.HostTier)
+	times := func() (decode, prefill float64) {
+		r := predict(t, p, x)
+		return r.Decode.CPU, r.Prefill.CPU
+	}
+	p.Hardware.CPUAttentionRate, p.Hardware.CPUAttentionFlops = 0, 0
+	decode, prefill := times()
+	p.Hardware.CPUAttentionRate, p.Hardware.CPUAttentionFlops = p.Hardware.HostMemoryRate/5, p.Hardware.CPUFlops/10
+	slowDecode, slowPrefill := times()
+	if r := slowDecode / decode; r < 4.5 || r > 5 {
+		t.Errorf("a fifth of the rate: decode steps take %.2f times as long", r)
+	}
+	if r := slowPrefill / prefill; r < 9.9 || r > 10.1 {
+		t.Errorf("a tenth of the rate: prompts take %.2f times as long", r)
+	}
+}

@@ -625,6 +625,8 @@ var fieldDocs = map[string]string{
 	"host_memory_bytes":             "host memory",
 	"host_memory_bytes_per_s":       "rate at which all threads read it",
 	"cpu_flop_per_s":                "rate of all CPU cores",
+	"cpu_attention_bytes_per_s":     "what attention on the CPU reads of the KV cache in decode steps; not there: `host_memory_bytes_per_s`",
+	"cpu_attention_flop_per_s":      "rate of attention on the CPU in prompts; not there: `cpu_flop_per_s`",
 	"host_to_gpu_bytes_per_s":       "rate of copies from host memory over one path, over two, …; paths after the first lead through peers",
 	"gpu_to_host_bytes_per_s":       "rate of copies to host memory",
 	"host_copy_latency_s":           "fixed time of a copy from host memory, on top of its bytes",

@@ -85,8 +85,7 @@ type Devices struct {
 	}
 
 	share   *Shared         // nil where nobody else uses the machine
-	host    kernels.Backend // computes attention on the CPU; nil until Host is called
-	experts kernels.Backend // computes experts on the CPU beside a GPU; nil until CPUExperts is called
+	onCPU   kernels.Backend // computes on the CPU beside a GPU; nil until OnCPU is called
 	trace   *trace.Writer   // nil without a trace
 	log     *slog.Logger
 	closers []func() error
@@ -198,24 +197,11 @@ func (d *Devices) Close() error {
 	return errors.Join(errs...)
 }
 
-// Host returns a backend for attention on the CPU.
-func (d *Devices) Host() kernels.Backend {
-	if d.host == nil {
-		d.host = d.Backend
-		if _, ok := d.Backend.(*cpu.Backend); !ok {
-			d.host = cpu.New(cpu.Options{})
-			d.closers = append(d.closers, d.host.Close)
-		}
-	}
-	return d.host
-}
-
-// cpuSpin is how long threads that compute experts poll for those of the next layer before they sleep:
-// longer than attention of a layer takes, and what is between two steps. Waking them would take as
-// long as some experts of small models.
+// cpuSpin is how long threads poll for the work of the next layer before they sleep: longer than the GPU's part
+// of a layer takes, and what is between two steps. Waking them would take as long as some experts of small models.
 const cpuSpin = 2 * time.Millisecond
 
-// CPUThreads is the number of threads of CPUExperts. Beside a GPU some of the machine's cores are left
+// CPUThreads is the number of threads of OnCPU. Beside a GPU some of the machine's cores are left
 // to the threads that feed the GPU.
 func (d *Devices) CPUThreads() int {
 	threads := runtime.GOMAXPROCS(0)
@@ -225,16 +211,16 @@ func (d *Devices) CPUThreads() int {
 	return max(1, threads-max(1, threads*3/16))
 }
 
-// CPUExperts returns a backend for experts on the CPU.
-func (d *Devices) CPUExperts() kernels.Backend {
+// OnCPU returns a backend for attention and experts on the CPU.
+func (d *Devices) OnCPU() kernels.Backend {
 	if _, ok := d.Backend.(*cpu.Backend); ok {
 		return d.Backend
 	}
-	if d.experts == nil {
-		d.experts = cpu.New(cpu.Options{Threads: d.CPUThreads(), Spin: cpuSpin})
-		d.closers = append(d.closers, d.experts.Close)
+	if d.onCPU == nil {
+		d.onCPU = cpu.New(cpu.Options{Threads: d.CPUThreads(), Spin: cpuSpin})
+		d.closers = append(d.closers, d.onCPU.Close)
 	}
-	return d.experts
+	return d.onCPU
 }
 
 // Cast returns the type that the backend wants weights of a type converted to; nil: no
