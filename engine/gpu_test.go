@@ -146,7 +146,7 @@ func TestGPUSameTwice(t *testing.T) {
 
 // TestGPUPromptLogProbs holds the log-probabilities of prompts to the reference, as TestPromptLogProbs does,
 // as near as bfloat16 activations are. Where these make a router select other experts, log-probabilities differ by
-// more: on H200, at 4 % of the positions of phimoe, by up to 0.6.
+// more: on H200, at nine positions of phimoe's prompts, by up to 0.4.
 func TestGPUPromptLogProbs(t *testing.T) {
 	for _, model := range []string{"qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "phimoe"} {
 		t.Run(model, func(t *testing.T) {
@@ -154,7 +154,11 @@ func TestGPUPromptLogProbs(t *testing.T) {
 				s.Model.Name = fixtures.Dir(t, model)
 				s.Batch.MaxNumBatchedTokens, s.Batch.MaxNumSeqs = 50, 7
 			})
-			testPromptLogProbs(t, n, model, 0.15, 0.1)
+			deviating := 0.0
+			if model == "phimoe" {
+				deviating = 0.1
+			}
+			testPromptLogProbs(t, n, model, 0.15, deviating)
 		})
 	}
 }

@@ -64,9 +64,12 @@ func checkLogProbs(t *testing.T, what string, got []engine.PromptLogProb, want [
 			t.Fatalf("%s: position %d: %+v, want %+v", what, i+1, g, w)
 		}
 		for _, o := range g.Top { // the token itself is where its rank says
-			if o.ID == g.ID && g.Top[g.Rank-1].LogProb != g.LogProb {
+			if o.ID == g.ID && (g.Rank < 1 || g.Rank > len(g.Top) || g.Top[g.Rank-1].LogProb != g.LogProb) {
 				t.Fatalf("%s: position %d: %+v", what, i+1, g)
 			}
+		}
+		if math.Abs(float64(g.LogProb-w.LogProb)) > 1 {
+			t.Fatalf("%s: position %d: %+v, want %+v", what, i+1, g, w)
 		}
 		same := near(g.LogProb, w.LogProb) && g.Rank >= w.from && g.Rank <= w.to
 		for j := range w.Top {

@@ -173,6 +173,8 @@ type accessTimes struct {
 	// since counts steps since the latest probe, probing those left of one, of the way probed.
 	since, probing int
 	probed         access
+	// tried are the ways that have been probed, the first of which follow one another.
+	tried [accesses]bool
 	// learned counts steps of experts on the CPU, whose first ones are divided by assumed times.
 	learned int
 	// predicted is what the means belong to: where it has changed, experts have moved.
@@ -248,8 +250,9 @@ func (c *accessChooser) measured(tokens int, peers float64, ways [accesses]bool)
 	}
 	if t.since++; t.since >= probeInterval {
 		if other, found := t.next(ways, best, limit); found {
-			t.since, t.probed, t.probing = 0, other, steps
-			if _, more := t.next(ways, best, limit); more && t.n[other] == 0 { // the first probes follow one another
+			first := !t.tried[other]
+			t.since, t.probed, t.probing, t.tried[other] = 0, other, steps, true
+			if another, more := t.next(ways, best, limit); first && more && !t.tried[another] {
 				t.since = probeInterval - steps - firstProbe
 			}
 		}

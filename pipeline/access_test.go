@@ -313,7 +313,7 @@ func TestAccessChooser(t *testing.T) {
 }
 
 // TestAccessChooserWithCPU: with experts on the CPU, steps take at most 2 % longer than with the best of three ways
-// alone, behind the first 200, over machines on which each takes up to twice as long as by the model, or half, from
+// alone, behind the first 200 (in which all are measured), with a constant number of tokens, over machines on which each takes up to twice as long as by the model, or half, from
 // step to step by 5 % more or less.
 func TestAccessChooserWithCPU(t *testing.T) {
 	random := rand.New(rand.NewPCG(3, 4))
@@ -355,6 +355,23 @@ func TestAccessChooserWithCPU(t *testing.T) {
 	t.Logf("at most %.2f %% slower; the best ways: %v", 100*(worst-1), won)
 	if worst > 1.02 || slices.Contains(won[:], 0) {
 		t.Errorf("steps take %.3f times as long as by the best way; the best ways: %v", worst, won)
+	}
+}
+
+// TestAccessChooserChangingTokens: where the number of tokens changes so often that no probe counts, few steps are probes.
+func TestAccessChooserChangingTokens(t *testing.T) {
+	for _, pattern := range [][]int{{3, 4}, {3, 3, 4, 4}, {1, 2, 3, 4, 5}} {
+		c := accessChooser{setting: configs.AutoAccess, possible: true, limit: MaxInPlaceTokens, cpuLimit: 60, model: accessModel(1, 1)}
+		c.model.Layers, c.model.CPURate, c.model.CPUStart = 1, 110e9, 50*time.Microsecond
+		const steps = 4000
+		var chosen [accesses]int
+		for i := range steps {
+			chosen[c.choose(pattern[i%len(pattern)], true, 0)]++
+			c.took(time.Millisecond, 1000)
+		}
+		if most := slices.Max(chosen[:]); steps-most > steps/20 {
+			t.Errorf("tokens %v: ways %v of %d steps", pattern, chosen, steps)
+		}
 	}
 }
 

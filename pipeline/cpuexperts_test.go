@@ -75,11 +75,41 @@ func TestAllOnCPUSameResults(t *testing.T) {
 			if got := r.generate(4, steps, nil); got != want {
 				t.Errorf("peers %v, machine %d: %s", peers, i, firstDifference(got, want))
 			}
-			if now := r.store.Stats(); len(peers) == 0 && now.OnCPU == before.OnCPU || now.Fetched[experts.Host] != before.Fetched[experts.Host] {
+			// Experts on peers are predicted and fetched all the same.
+			if now := r.store.Stats(); len(peers) == 0 && now.OnCPU == before.OnCPU || now.Fetched[experts.Host] != before.Fetched[experts.Host] ||
+				(now.PrefetchPredicted > before.PrefetchPredicted) != (len(peers) > 0) || (now.Prefetched > before.Prefetched) != (len(peers) > 0) {
 				t.Errorf("peers %v, machine %d: %+v before, %+v after; %+v", peers, i, before, now, r.p.StepsByAccess())
 			}
 		}
 	}
+}
+
+// TestFractionOnePredicts: where the CPU computes all experts in host memory, only those on peers are predicted.
+func TestFractionOnePredicts(t *testing.T) {
+	for _, peers := range [][]device.Space{nil, {device.HBM(1)}} {
+		r := newRig(t, "mixtral", 1, linked(emulated.Options{Virtual: true}), Options{CPUExperts: host, CPUShare: cpuShare(1), SmallBatchTokens: 64}, peers...)
+		r.generate(4, 60, nil)
+		if s := r.store.Stats(); (s.PrefetchPredicted > 0) != (len(peers) > 0) || (s.Prefetched > 0) != (len(peers) > 0) {
+			t.Errorf("peers %v: %+v", peers, s)
+		}
+	}
+}
+
+// TestStartedAhead: the CPU gets its experts as soon as the host has the router's selection, also before the host has
+// enqueued the rest of the layer.
+func TestStartedAhead(t *testing.T) {
+	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{SmallBatchTokens: -1}).generate(4, 60, nil)
+	var ahead int64
+	for range 20 { // as soon as the devices were quick enough
+		r := newRig(t, "mixtral", 0.5, emulated.Options{}, Options{CPUExperts: host, CPUShare: cpuShare(1), SmallBatchTokens: 64})
+		if got := r.generate(4, 60, nil); got != want {
+			t.Fatal(firstDifference(got, want))
+		}
+		if ahead += r.p.enqueuer.ahead; ahead > 0 {
+			return
+		}
+	}
+	t.Error("no experts were started ahead in 20 times 60 steps")
 }
 
 // TestDividedExperts: kernels compute with a part of an expert, which they read in host memory, and the CPU

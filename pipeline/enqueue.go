@@ -122,6 +122,10 @@ type stepState struct {
 	// routed are the expert ids that the router of the open layer selected, predicted those
 	// predicted for a later layer.
 	routed, predicted routingCopy
+	// onCPU are those of the open layer's experts that the CPU computes, once selecting is false: until then
+	// they are not known.
+	onCPU     []experts.HostExpert
+	selecting bool
 	// shape of the plan.
 	shape *Shape
 	// singleLaunch runs all experts of a layer in one launch.
@@ -141,6 +145,8 @@ type enqueuer struct {
 	// cpu is nil where all missing experts are fetched.
 	cpu    *cpuExperts
 	tracer *tracer
+	// ahead counts layers whose experts the CPU got before the host had enqueued the rest of the layer.
+	ahead int64
 }
 
 // run enqueues actions in their order.
@@ -202,15 +208,25 @@ func (q *enqueuer) enqueue(ctx context.Context, a Action, f *stepState) (err err
 		}
 		ids, _ := x.model.Routing(tokens.Rows)
 		f.routed, err = q.routing.copyToHost(x.stream, q.routing.results.offsets.routed, ids)
+		f.selecting = f.shape.CPUExperts
 	case PredictNext:
+		if err = q.startOnCPU(ctx, f, true); err != nil {
+			return err
+		}
 		if err = x.model.PredictNext(x.stream, a.Layer, tokens.Rows); err == nil {
 			f.predicted, err = q.routing.copyToHost(x.stream, q.routing.results.offsets.predicted, x.model.PredictedRouting(tokens.Rows))
 		}
 	case SharedExpert:
+		if err = q.startOnCPU(ctx, f, true); err != nil {
+			return err
+		}
 		return x.model.SharedExpert(x.stream, a.Layer, tokens)
 	case RoutedExperts:
 		return x.runRouted(a.Layer, tokens, &f.use, f.singleLaunch, sorted, f.meter)
 	case RunResident:
+		if err = q.startOnCPU(ctx, f, true); err != nil {
+			return err
+		}
 		return x.runResident(a.Layer, tokens, &f.unrouted, sorted, f.meter)
 	case FetchChosen:
 		ids := q.routing.ids
@@ -221,19 +237,10 @@ func (q *enqueuer) enqueue(ctx context.Context, a Action, f *stepState) (err err
 			f.use, err = f.unrouted.FetchChosen(ctx, ids)
 		}
 	case ComputeOnCPU:
-		ids, err := q.routing.await(ctx, f.routed, f.meter)
-		if err != nil {
+		if err := q.startOnCPU(ctx, f, false); err != nil {
 			return err
 		}
-		q.cpu.measure() // all behind the latest selection is behind this one, too
-		list, err := f.unrouted.ChooseOnCPU(ids)
-		if err != nil {
-			return err
-		}
-		if err := q.cpu.enqueue(ids, list); err != nil {
-			return err
-		}
-		return q.cpu.readDivided(x, a.Layer, tokens, list)
+		return q.cpu.readDivided(x, a.Layer, tokens, f.onCPU)
 	case RunFetched:
 		if err := x.runWaves(a.Layer, tokens, f.use.Slots, f.use.Waves, f.meter); err != nil {
 			return err
@@ -271,4 +278,29 @@ func (q *enqueuer) enqueue(ctx context.Context, a Action, f *stepState) (err err
 		panic(fmt.Sprintf("pipeline: unknown action kind %d", a.Kind))
 	}
 	return err
+}
+
+// startOnCPU starts the layer's experts on the CPU, behind the router's selection. ahead: only if that has
+// reached the host. With few tokens the device has often made the selection before the host has enqueued the rest of
+// the layer, for which these experts need not wait.
+func (q *enqueuer) startOnCPU(ctx context.Context, f *stepState, ahead bool) error {
+	if !f.selecting {
+		return nil
+	}
+	if ahead {
+		if there, err := f.routed.done.Ended(); err != nil || !there {
+			return err
+		}
+		q.ahead++
+	}
+	f.selecting = false
+	ids, err := q.routing.await(ctx, f.routed, f.meter)
+	if err != nil {
+		return err
+	}
+	q.cpu.measure() // all behind the latest selection is behind this one, too
+	if f.onCPU, err = f.unrouted.ChooseOnCPU(ids); err != nil {
+		return err
+	}
+	return q.cpu.enqueue(ids, f.onCPU)
 }

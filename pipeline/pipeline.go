@@ -287,15 +287,17 @@ func (p *Pipeline) Step(ctx context.Context, s *Step) (Result, error) {
 
 // planFor chooses how a step of so many tokens gets at offloaded experts, and returns its plan.
 func (p *Pipeline) planFor(tokens int) *plan {
-	if !p.access.possible && p.access.cpuLimit == 0 {
-		return p.plans.get(tokens, p.access.choose(tokens, false, 0), p.o.CPUShare != nil && p.o.CPUShare.TakesAll())
+	peers := 0.0
+	if p.o.Experts != nil {
+		peers = p.o.Experts.PeerShare()
 	}
-	peers := p.o.Experts.PeerShare()
 	chosen := p.access.choose(tokens, tokens <= p.plans.onDemand, peers)
-	if p.o.CPUShare != nil {
-		p.o.CPUShare.TakeAll(chosen == onCPU)
+	share := p.o.CPUShare
+	if share != nil {
+		share.TakeAll(chosen == onCPU)
 	}
-	return p.plans.get(tokens, chosen, chosen == onCPU && peers == 0)
+	// Where nothing is fetched, nothing is predicted.
+	return p.plans.get(tokens, chosen, share != nil && share.TakesAll() && peers == 0)
 }
 
 // begin begins the store's part of a step.
