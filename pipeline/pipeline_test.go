@@ -109,6 +109,9 @@ func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options,
 		r.capturing = &capturing{Machine: m}
 		machine, enqueuing = r.capturing, capturingBackend{backend}
 	}
+	if _, ok := o.CPUExperts.(lateBackend); ok {
+		enqueuing = lateBackend{backend}
+	}
 	arena := alloc(space, layout.Bytes)
 	group := o.GroupLimits(limits)
 	weights := layout.Bind(arena.Range(0, 1).Addr)
@@ -283,6 +286,14 @@ func (r *rig) run() history {
 		seqs[i].Table.Release(false)
 	}
 	return h
+}
+
+// lateBackend is a backend whose host enqueues slowly.
+type lateBackend struct{ kernels.Backend }
+
+func (b lateBackend) Enqueue(s device.Stream, op kernels.Op) error {
+	time.Sleep(300 * time.Microsecond)
+	return b.Backend.Enqueue(s, op)
 }
 
 // machines returns options for machines that schedule their work in different ways.
