@@ -194,6 +194,9 @@ const (
 	// The choice is by measurement from minSamples steps of both ways on; the weight of a later step
 	// is 1/maxSamples.
 	minSamples, maxSamples = 2, 8
+	// outlierSample is the factor of the mean as which a longer time counts: a step that something else has
+	// delayed would otherwise decide until the next probe.
+	outlierSample = 1.5
 	// learnSteps do not count of a number of tokens with experts on the CPU.
 	learnSteps = 12
 	// movedBy is the relative change of a prediction from which on old times do not count.
@@ -324,8 +327,12 @@ func (c *accessChooser) took(d time.Duration, used int64) {
 		used = 1 // all experts are copied in every step
 	}
 	a := c.chosen
+	each := d.Seconds() / float64(used)
+	if t.n[a] >= minSamples {
+		each = min(each, outlierSample*t.mean[a])
+	}
 	t.n[a] = min(t.n[a]+1, maxSamples)
-	t.mean[a] += (d.Seconds()/float64(used) - t.mean[a]) / float64(t.n[a])
+	t.mean[a] += (each - t.mean[a]) / float64(t.n[a])
 }
 
 // StepsByAccess counts the finished steps of a model with offloaded experts by how they got at

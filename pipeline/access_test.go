@@ -375,6 +375,33 @@ func TestAccessChooserChangingTokens(t *testing.T) {
 	}
 }
 
+// TestAccessChooserOutlier: a step that takes ten times as long, once, changes nothing; where all take twice as long
+// from then on, the other way is taken.
+func TestAccessChooserOutlier(t *testing.T) {
+	for _, c := range []struct {
+		slow int
+		want access
+	}{{1, byCopy}, {40, inPlace}} {
+		x := accessChooser{setting: configs.AutoAccess, possible: true, limit: MaxInPlaceTokens, model: accessModel(0.8, 1)}
+		truth := [accesses]time.Duration{10 * time.Millisecond, 14 * time.Millisecond}
+		for range 60 {
+			x.took(truth[x.choose(1, true, 0)], 40)
+		}
+		for range c.slow {
+			took := truth[x.choose(1, true, 0)]
+			if x.chosen == byCopy {
+				if took *= 2; c.slow == 1 {
+					took *= 5
+				}
+			}
+			x.took(took, 40)
+		}
+		if got := x.choose(1, true, 0); got != c.want {
+			t.Errorf("behind %d slow steps the way is %d, want %d", c.slow, got, c.want)
+		}
+	}
+}
+
 // TestAccessPredictsCPU: with experts on the CPU, copies take the time in which both bring their parts.
 func TestAccessPredictsCPU(t *testing.T) {
 	m := AccessModel{
