@@ -169,6 +169,11 @@ func (q *enqueuer) run(ctx context.Context, plan []Action, f *stepState) error {
 
 // enqueue enqueues one action. An action of a micro-batch runs on the executor of its group.
 func (q *enqueuer) enqueue(ctx context.Context, a Action, f *stepState) (err error) {
+	if f.selecting && a.Kind != ComputeOnCPU {
+		if err := q.startOnCPU(ctx, f, true); err != nil {
+			return err
+		}
+	}
 	b := &q.batches.all[a.MicroBatch]
 	owner := &q.executors[b.group]
 	x, tokens := &q.executors[a.Group], q.batches.groups[a.Group].span()
@@ -210,23 +215,14 @@ func (q *enqueuer) enqueue(ctx context.Context, a Action, f *stepState) (err err
 		f.routed, err = q.routing.copyToHost(x.stream, q.routing.results.offsets.routed, ids)
 		f.selecting = f.shape.CPUExperts
 	case PredictNext:
-		if err = q.startOnCPU(ctx, f, true); err != nil {
-			return err
-		}
 		if err = x.model.PredictNext(x.stream, a.Layer, tokens.Rows); err == nil {
 			f.predicted, err = q.routing.copyToHost(x.stream, q.routing.results.offsets.predicted, x.model.PredictedRouting(tokens.Rows))
 		}
 	case SharedExpert:
-		if err = q.startOnCPU(ctx, f, true); err != nil {
-			return err
-		}
 		return x.model.SharedExpert(x.stream, a.Layer, tokens)
 	case RoutedExperts:
 		return x.runRouted(a.Layer, tokens, &f.use, f.singleLaunch, sorted, f.meter)
 	case RunResident:
-		if err = q.startOnCPU(ctx, f, true); err != nil {
-			return err
-		}
 		return x.runResident(a.Layer, tokens, &f.unrouted, sorted, f.meter)
 	case FetchChosen:
 		ids := q.routing.ids
@@ -237,7 +233,10 @@ func (q *enqueuer) enqueue(ctx context.Context, a Action, f *stepState) (err err
 			f.use, err = f.unrouted.FetchChosen(ctx, ids)
 		}
 	case ComputeOnCPU:
-		if err := q.startOnCPU(ctx, f, false); err != nil {
+		if f.selecting {
+			err = q.startOnCPU(ctx, f, false)
+		}
+		if err != nil {
 			return err
 		}
 		return q.cpu.readDivided(x, a.Layer, tokens, f.onCPU)
@@ -284,9 +283,6 @@ func (q *enqueuer) enqueue(ctx context.Context, a Action, f *stepState) (err err
 // reached the host. With few tokens the device has often made the selection before the host has enqueued the rest of
 // the layer, for which these experts need not wait.
 func (q *enqueuer) startOnCPU(ctx context.Context, f *stepState, ahead bool) error {
-	if !f.selecting {
-		return nil
-	}
 	if ahead {
 		if !f.routed.done.Reached() {
 			return nil
