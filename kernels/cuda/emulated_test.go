@@ -432,6 +432,8 @@ func TestEmulated(t *testing.T) {
 		{"bf16-sm_90a", kernels.BF16, 1, true, true, "", []kernels.DType{kernels.BF16, kernels.F32}},
 		{"f16-sm_90a", kernels.F16, 132, true, true, "", []kernels.DType{kernels.F16}},
 		{"bf16-sm_90a-attention", kernels.BF16, 7, false, true, "attention", nil},
+		{"bf16-sm_90a-experts", kernels.BF16, 3, false, true, "experts", []kernels.DType{kernels.BF16}},
+		{"f16-sm_90a-experts", kernels.F16, 132, false, true, "experts", []kernels.DType{kernels.F16}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()

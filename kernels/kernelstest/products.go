@@ -234,6 +234,10 @@ func testExperts(r *rig) {
 		{9, 128, 192, 6, 2, 4},
 		{75, 64, 128, 8, 2, 0},
 		{260, 192, 64, 3, 2, 0},
+		// Few tokens, of many experts, and with an uneven number of pieces of 64 elements.
+		{8, 1088, 128, 12, 8, 0},
+		{3, 128, 1216, 4, 2, 3},
+		{2, 64, 64, 600, 4, 570}, // more than a block has threads
 	}
 	if r.o.Full {
 		shapes = append(shapes,

@@ -30,6 +30,48 @@ struct run {
   int end, first, rows, parts;  // end: one past its last tile; parts: token tiles
 };
 
+constexpr int most_threads = 384;
+
+// Lists the experts that have tokens, in all threads, with across tiles for each a.max_tokens of them,
+// and returns the number of tiles. A thread loads one expert, so that all loads are in flight at once;
+// a loop over them in one warp took 4 us of a layer of 128 experts.
+DEVICE int list_runs(const expert_args &a, run *runs, int across) {
+  __shared__ int found[most_threads / 32], ends[most_threads / 32];  // experts and tiles of each warp
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n = 0, tiles = 0;
+#pragma unroll 1
+  for (int from = 0; from < a.listed; from += blockDim.x) {
+    int i = from + threadIdx.x, expert = i < a.listed ? load_early((const int *)a.experts + i) : -1;
+    run e = {0, 0, 0, 0, 0};
+    if (expert >= 0 && expert < a.experts_all) {
+      e.weights = load_early((const u64 *)a.slots + expert) + a.start;
+      e.first = load_early((const int *)a.offsets + expert);
+      e.rows = load_early((const int *)a.offsets + expert + 1) - e.first;
+    }
+    if (e.rows > 0) {
+      e.parts = (e.rows + a.max_tokens - 1) / a.max_tokens;
+      e.end = e.parts * across;
+    }
+    u32 here = __ballot_sync(all_lanes, e.rows > 0);
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) {
+      int v = __shfl_up_sync(all_lanes, e.end, d);
+      if (lane >= d) e.end += v;
+    }
+    if (from > 0) __syncthreads();  // the previous totals have been read
+    if (lane == 31) found[warp] = __popc(here), ends[warp] = e.end;
+    __syncthreads();
+    int place = n + __popc(here & ((1u << lane) - 1)), warps = (min(a.listed - from, (int)blockDim.x) + 31) / 32;
+    e.end += tiles;
+#pragma unroll 4
+    for (int w = 0; w < warps; w++) {
+      if (w < warp) place += found[w], e.end += ends[w];
+      n += found[w], tiles += ends[w];
+    }
+    if (e.rows > 0) runs[place] = e;
+  }
+  return tiles;
+}
+
 // The approximate division is accurate to about 1e-7, far below the rounding of the result.
 DEVICE float silu_fast(float x) { return __fmul_rn(x, reciprocal_fast(__fadd_rn(1.f, exp2_fast(__fmul_rn(x, -1.44269504f))))); }
 
@@ -189,35 +231,6 @@ struct expert_product {
       with_room<max_tokens, !up>(t.tokens, [&](auto room) { multiply<decltype(room)::value>(t, group, now); });
     }
   }
-
-  // Lists the experts that have tokens, and returns the number of tiles; in warp 0.
-  DEVICE int list() const {
-    int lane = threadIdx.x, tiles = 0, n = 0;
-    for (int i = 0; i < a.listed; i += 32) {
-      int expert = i + lane < a.listed ? load_early((const int *)a.experts + i + lane) : -1;
-      run e = {0, 0, 0, 0, 0};
-      if (expert >= 0 && expert < a.experts_all) {
-        e.weights = load_early((const u64 *)a.slots + expert) + a.start;
-        e.first = load_early((const int *)a.offsets + expert);
-        e.rows = load_early((const int *)a.offsets + expert + 1) - e.first;
-      }
-      if (e.rows > 0) {
-        e.parts = (e.rows + a.max_tokens - 1) / a.max_tokens;
-        e.end = e.parts * across;
-      }
-      u32 here = __ballot_sync(all_lanes, e.rows > 0);
-#pragma unroll
-      for (int j = 1; j < 32; j <<= 1) {
-        int v = __shfl_up_sync(all_lanes, e.end, j);
-        if (lane >= j) e.end += v;
-      }
-      e.end += tiles;
-      tiles = __shfl_sync(all_lanes, e.end, 31);
-      if (e.rows > 0) runs[n + __popc(here & ((1u << lane) - 1))] = e;
-      n += __popc(here);
-    }
-    return tiles;
-  }
 };
 
 template <bool up, int groups, int blocks, int max_tokens, int steps_per_stage>
@@ -225,17 +238,13 @@ DEVICE void expert(const expert_args &a, unsigned char *memory) {
   if (!a.lists_ready) wait_dependencies();
   launch_dependents();  // after the wait: the next kernel may start with data that this one has waited for
   __shared__ u64 full[most_stages], empty[most_stages];
-  __shared__ int tiles;
   // The stages start at a multiple of 1024 bytes, as the swizzle requires.
   unsigned char *start = memory + (-shared_address(memory) & 1023);
   expert_product<up, groups, blocks, max_tokens, steps_per_stage> p = {a, {start, full, empty, a.stages, groups * blocks * unit_bytes + a.max_tokens * 128}, 0, 0};
   p.across = (a.units + p.tile_units - 1) / p.tile_units;
   p.runs = (run *)(start + a.stages * steps_per_stage * p.r.step_bytes);
-  if (threadIdx.x < 32) {
-    if (threadIdx.x == 0) ring_init(p.r, up ? p.producers + 1 : 2, groups);
-    int n = p.list();
-    if (threadIdx.x == 0) tiles = n;
-  }
+  if (threadIdx.x == 0) ring_init(p.r, up ? p.producers + 1 : 2, groups);
+  int tiles = list_runs(a, p.runs, p.across);
   __syncthreads();
   if (threadIdx.x < p.producers) {
     if (groups == 2) give_registers<72>();
