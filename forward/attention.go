@@ -173,19 +173,10 @@ func (m *Model) project(s device.Stream, layer int, b *Batch, skipHeadNorms bool
 // in QKV, and PostAttention reads attention's output from Output.
 func (m *Model) Buffers(b *Batch) AttentionBuffers { return m.ws.attention.Rows(b.Span) }
 
-// PostAttentionOptions say what PostAttention of an MoE layer does beside running the router.
-type PostAttentionOptions struct {
-	// Sort: what SortByExpert does, for b's tokens.
-	Sort bool
-	// SharedGateUp: the gate/up projection of the shared expert, if there is one, before the router.
-	// b's tokens are all of the step, and SharedDown follows.
-	SharedGateUp bool
-}
-
 // PostAttention applies the output projection to b's attention output, adds the result to the
 // residual and norms the sum. In an MoE layer it also runs the router, and the gate of the shared
-// expert, and what o says.
-func (m *Model) PostAttention(s device.Stream, layer int, b *Batch, o PostAttentionOptions) error {
+// expert, and with sorts does what SortByExpert does for b's tokens.
+func (m *Model) PostAttention(s device.Stream, layer int, b *Batch, sorts bool) error {
 	c, w := m.Config, &m.Weights.Layers[layer]
 	x, h := b.slice(m.ws.x, 1), b.slice(m.ws.h, 1)
 	if err := m.matmul(s, layer, kernels.MatMul{X: b.slice(m.ws.attention.Output, 1), W: w.O, Bias: w.OBias, Out: x}); err != nil {
@@ -197,11 +188,6 @@ func (m *Model) PostAttention(s device.Stream, layer int, b *Batch, o PostAttent
 	if err != nil || c.Dense[layer] {
 		return err
 	}
-	if o.SharedGateUp && c.SharedWidth > 0 {
-		if err := m.gateUp(s, layer, w.SharedGateUp, h); err != nil {
-			return err
-		}
-	}
 	at := &m.ws.routing
 	scores := b.slice(at.scores, 1)
 	if err := m.matmul(s, layer, kernels.MatMul{X: h, W: w.Router, Bias: w.RouterBias, Out: scores}); err != nil {
@@ -212,7 +198,7 @@ func (m *Model) PostAttention(s device.Stream, layer int, b *Batch, o PostAttent
 		IDs: b.slice(at.ids, 1), Weights: b.slice(at.weights, 1),
 		Counts: kernels.New(m.ws.counts.Slice(layer, layer+1).Addr, kernels.I64, c.Experts),
 	}
-	if o.Sort {
+	if sorts {
 		m.ops.route.Offsets, m.ops.route.Order = at.offsets, b.slice(at.order, c.TopK)
 	}
 	return m.enqueueLayer(s, layer, &m.ops.route)

@@ -30,10 +30,7 @@ func (m *Model) ExpertOutputs(r Span) kernels.Tensor {
 // MLP runs a dense layer's MLP on tokens r of the step.
 func (m *Model) MLP(s device.Stream, layer int, r Span) error {
 	w := &m.Weights.Layers[layer]
-	if err := m.gateUp(s, layer, w.GateUp, r.slice(m.ws.h, 1)); err != nil {
-		return err
-	}
-	return m.down(s, layer, w.Down, r.slice(m.ws.x, 1))
+	return m.gatedMLP(s, layer, w.GateUp, w.Down, r.slice(m.ws.h, 1), r.slice(m.ws.x, 1))
 }
 
 // SortByExpert sorts the (token, expert) pairs of tokens r by expert. It runs once per MoE
@@ -83,18 +80,8 @@ func (m *Model) SharedExpert(s device.Stream, layer int, r Span) error {
 	if m.Config.SharedWidth == 0 {
 		return nil
 	}
-	if err := m.gateUp(s, layer, m.Weights.Layers[layer].SharedGateUp, r.slice(m.ws.h, 1)); err != nil {
-		return err
-	}
-	return m.SharedDown(s, layer, r)
-}
-
-// SharedDown is the rest of SharedExpert after a PostAttention with SharedGateUp.
-func (m *Model) SharedDown(s device.Stream, layer int, r Span) error {
-	if m.Config.SharedWidth == 0 {
-		return nil
-	}
-	return m.down(s, layer, m.Weights.Layers[layer].SharedDown, r.slice(m.ws.mlp.shared, 1))
+	w, h := &m.Weights.Layers[layer], r.slice(m.ws.h, 1)
+	return m.gatedMLP(s, layer, w.SharedGateUp, w.SharedDown, h, r.slice(m.ws.mlp.shared, 1))
 }
 
 // Experts runs one wave of the layer's routed experts on tokens r: the experts in list ([n]
@@ -149,15 +136,13 @@ func (m *Model) Combine(s device.Stream, layer int, r Span) error {
 	return m.enqueueLayer(s, layer, &m.ops.combined)
 }
 
-// gateUp computes silu(gate h) * up h of an MLP of all tokens of a span, for down.
-func (m *Model) gateUp(s device.Stream, layer int, gateUp, h kernels.Tensor) error {
-	m.ops.gated = kernels.GatedMatMul{X: h, W: gateUp, Out: kernels.New(m.ws.mlp.gateUp.Addr, m.ws.mlp.gateUp.DType, h.Shape[0], gateUp.Shape[0])}
-	return m.enqueueLayer(s, layer, &m.ops.gated)
-}
-
-// down computes the down projection of an MLP into out, of what gateUp has left.
-func (m *Model) down(s device.Stream, layer int, down, out kernels.Tensor) error {
-	wide := down.Shape[1]
-	both := kernels.New(m.ws.mlp.gateUp.Addr, m.ws.mlp.gateUp.DType, out.Shape[0], 2*wide)
+// gatedMLP computes down(silu(gate h) * up h) into out.
+func (m *Model) gatedMLP(s device.Stream, layer int, gateUp, down, h, out kernels.Tensor) error {
+	wide := gateUp.Shape[0] / 2
+	both := kernels.New(m.ws.mlp.gateUp.Addr, m.ws.mlp.gateUp.DType, h.Shape[0], 2*wide)
+	m.ops.gated = kernels.GatedMatMul{X: h, W: gateUp, Out: both}
+	if err := m.enqueueLayer(s, layer, &m.ops.gated); err != nil {
+		return err
+	}
 	return m.matmul(s, layer, kernels.MatMul{X: both.Narrow(1, 0, wide), W: down, Out: out})
 }

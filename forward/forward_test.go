@@ -226,7 +226,7 @@ func (r *rig) step(group ...*HostBatch) []Batch {
 			b := &batches[i]
 			check(r.t, m.PreAttention(s, layer, b, r.attention))
 			check(r.t, r.attention.Compute(s, layer, b.Span, &b.Attention))
-			check(r.t, m.PostAttention(s, layer, b, PostAttentionOptions{Sort: len(batches) == 1}))
+			check(r.t, m.PostAttention(s, layer, b, len(batches) == 1))
 		}
 		if m.Config.Dense[layer] {
 			check(r.t, m.MLP(s, layer, Span{Rows: rows}))

@@ -529,7 +529,7 @@ func TestNoAllocations(t *testing.T) {
 			for layer := range c.Layers {
 				check(t, m.PreAttention(nil, layer, &batch, attention))
 				check(t, attention.Compute(nil, layer, batch.Span, &batch.Attention))
-				check(t, m.PostAttention(nil, layer, &batch, PostAttentionOptions{Sort: true}))
+				check(t, m.PostAttention(nil, layer, &batch, true))
 				if c.Dense[layer] {
 					check(t, m.MLP(nil, layer, Span{Rows: 10}))
 					continue

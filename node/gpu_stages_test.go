@@ -194,7 +194,7 @@ func (r *stages) run(ids []int32, long bool, chosen []choice) ([]float32, []choi
 	for layer, dense := range r.config.Dense {
 		r.ok(m.PreAttention(s, layer, &b, attention))
 		r.ok(attention.Compute(s, layer, b.Span, &b.Attention))
-		r.ok(m.PostAttention(s, layer, &b, forward.PostAttentionOptions{Sort: chosen == nil}))
+		r.ok(m.PostAttention(s, layer, &b, chosen == nil))
 		if dense {
 			r.ok(m.MLP(s, layer, forward.Span{Rows: rows}))
 			continue

@@ -203,8 +203,8 @@ func (q *enqueuer) enqueue(ctx context.Context, a Action, f *stepState) (err err
 		}
 	case AwaitAttention:
 		return q.attention.await(owner.stream, b, f.meter)
-	case Route, RouteShared:
-		return owner.model.PostAttention(owner.stream, a.Layer, &b.batch, forward.PostAttentionOptions{Sort: sorted, SharedGateUp: a.Kind == RouteShared})
+	case Route:
+		return owner.model.PostAttention(owner.stream, a.Layer, &b.batch, sorted)
 	case RouterToHost:
 		if q.cpu != nil {
 			if err := q.cpu.copyInput(x, tokens); err != nil {
@@ -220,8 +220,6 @@ func (q *enqueuer) enqueue(ctx context.Context, a Action, f *stepState) (err err
 		}
 	case SharedExpert:
 		return x.model.SharedExpert(x.stream, a.Layer, tokens)
-	case SharedDown:
-		return x.model.SharedDown(x.stream, a.Layer, tokens)
 	case RoutedExperts:
 		return x.runRouted(a.Layer, tokens, &f.use, f.singleLaunch, sorted, f.meter)
 	case RunResident:

@@ -34,9 +34,6 @@ const (
 	// Route runs what follows attention: output projection, norm, and, in an MoE layer, the
 	// router.
 	Route
-	// RouteShared is Route with the gate/up projection of the layer's shared expert before the router,
-	// which reads few bytes: meanwhile the device reads the weights of SharedDown.
-	RouteShared
 	// RouterToHost copies the expert ids that a layer's router selected to the host.
 	RouterToHost
 	// PredictNext runs a later layer's router on the current hidden state, and copies the
@@ -44,8 +41,6 @@ const (
 	PredictNext
 	// SharedExpert runs a layer's shared expert on a group. Its weights are always resident.
 	SharedExpert
-	// SharedDown is the rest of SharedExpert, behind RouteShared.
-	SharedDown
 	// RoutedExperts sorts a group's tokens by expert and runs a layer's routed experts, wave
 	// by wave, each behind its own copies, or all in one launch behind all copies. Then it
 	// combines the outputs and applies the next layer's norm.
@@ -77,8 +72,8 @@ const (
 )
 
 var kindNames = [...]string{
-	"upload", "embed", "resolve", "resolve-on-demand", "prefetch", "page-prefetch", "attention", "project-qkv", "await-attention", "route", "route-shared", "router-to-host", "predict-next",
-	"shared-expert", "shared-down", "routed-experts", "run-resident", "compute-on-cpu", "fetch-chosen", "run-fetched", "release", "prefetch-predicted", "mlp", "feed-forward", "head",
+	"upload", "embed", "resolve", "resolve-on-demand", "prefetch", "page-prefetch", "attention", "project-qkv", "await-attention", "route", "router-to-host", "predict-next",
+	"shared-expert", "routed-experts", "run-resident", "compute-on-cpu", "fetch-chosen", "run-fetched", "release", "prefetch-predicted", "mlp", "feed-forward", "head",
 }
 
 func (k Kind) String() string { return kindNames[k] }
@@ -86,7 +81,7 @@ func (k Kind) String() string { return kindNames[k] }
 // launchesKernels reports whether an action enqueues kernels on the compute stream.
 func (k Kind) launchesKernels() bool {
 	switch k {
-	case Embed, Attention, ProjectQKV, Route, RouteShared, PredictNext, SharedExpert, SharedDown, RoutedExperts, RunResident, RunFetched, MLP, FeedForward, Head:
+	case Embed, Attention, ProjectQKV, Route, PredictNext, SharedExpert, RoutedExperts, RunResident, RunFetched, MLP, FeedForward, Head:
 		return true
 	}
 	return false
@@ -105,7 +100,7 @@ func (k Kind) endsLayer() bool {
 // the whole step.
 func (k Kind) perMicroBatch() bool {
 	switch k {
-	case Upload, Embed, PagePrefetch, Attention, ProjectQKV, AwaitAttention, Route, RouteShared, FeedForward, Head:
+	case Upload, Embed, PagePrefetch, Attention, ProjectQKV, AwaitAttention, Route, FeedForward, Head:
 		return true
 	}
 	return false
@@ -126,7 +121,7 @@ func (a Action) String() string {
 	switch a.Kind {
 	case Upload, Embed, Head:
 		return fmt.Sprintf("%s mb=%d", a.Kind, a.MicroBatch)
-	case PagePrefetch, Attention, ProjectQKV, AwaitAttention, Route, RouteShared, FeedForward:
+	case PagePrefetch, Attention, ProjectQKV, AwaitAttention, Route, FeedForward:
 		return fmt.Sprintf("%s layer=%d mb=%d", a.Kind, a.Layer, a.MicroBatch)
 	case SharedExpert, RoutedExperts, MLP:
 		if a.Group > 0 {
@@ -188,7 +183,7 @@ func Layerwise(s Shape) []Action {
 	next := nextMoE(s.MoE)
 	return s.layers(func(p []Action, layer int) []Action {
 		p = append(p, Action{Kind: Resolve, Layer: layer}, Action{Kind: Prefetch, Layer: next[layer]})
-		return s.attentionAndExperts(p, layer)
+		return s.experts(s.attention(p, layer), layer)
 	})
 }
 
@@ -296,9 +291,9 @@ func OnDemand(s Shape) []Action {
 	predicts := func(layer int) bool { return next[layer] >= 0 && !s.Unpredicted }
 	return s.layers(func(p []Action, layer int) []Action {
 		if !s.Offloaded[layer] {
-			return s.attentionAndExperts(append(p, Action{Kind: Resolve, Layer: layer}), layer)
+			return s.experts(s.attention(append(p, Action{Kind: Resolve, Layer: layer}), layer), layer)
 		}
-		p = s.attention(append(p, Action{Kind: ResolveOnDemand, Layer: layer}), layer, Route)
+		p = s.attention(append(p, Action{Kind: ResolveOnDemand, Layer: layer}), layer)
 		p = append(p, Action{Kind: RouterToHost, Layer: layer})
 		if predicts(layer) {
 			p = append(p, Action{Kind: PredictNext, Layer: next[layer]})
@@ -319,7 +314,7 @@ func OnDemand(s Shape) []Action {
 // lie: as Layerwise, with nothing to fetch.
 func InPlace(s Shape) []Action {
 	return s.layers(func(p []Action, layer int) []Action {
-		return s.attentionAndExperts(append(p, Action{Kind: Resolve, Layer: layer}), layer)
+		return s.experts(s.attention(append(p, Action{Kind: Resolve, Layer: layer}), layer), layer)
 	})
 }
 
@@ -347,7 +342,7 @@ func (s Shape) layers(moe func(p []Action, layer int) []Action) []Action {
 		if s.MoE[layer] {
 			p = moe(p, layer)
 		} else {
-			p = append(s.attention(p, layer, Route), Action{Kind: MLP, Layer: layer})
+			p = append(s.attention(p, layer), Action{Kind: MLP, Layer: layer})
 		}
 	}
 	return s.epilogue(p)
@@ -371,8 +366,7 @@ func (s Shape) epilogue(p []Action) []Action {
 	return p
 }
 
-// attention is a layer up to its router's selection; route is Route or RouteShared.
-func (s Shape) attention(p []Action, layer int, route Kind) []Action {
+func (s Shape) attention(p []Action, layer int) []Action {
 	if s.HostAttention {
 		for mb := range s.MicroBatches {
 			p = append(p, Action{Kind: ProjectQKV, Layer: layer, MicroBatch: mb})
@@ -383,7 +377,7 @@ func (s Shape) attention(p []Action, layer int, route Kind) []Action {
 		if s.HostAttention {
 			attention = AwaitAttention
 		}
-		p = append(p, Action{Kind: attention, Layer: layer, MicroBatch: mb}, Action{Kind: route, Layer: layer, MicroBatch: mb})
+		p = append(p, Action{Kind: attention, Layer: layer, MicroBatch: mb}, Action{Kind: Route, Layer: layer, MicroBatch: mb})
 	}
 	return p
 }
@@ -395,15 +389,8 @@ func (s Shape) shared(p []Action, layer int) []Action {
 	return p
 }
 
-// attentionAndExperts is a layer whose experts do not wait for the host. RouteShared's projection is of the whole
-// step, so of one micro-batch.
-func (s Shape) attentionAndExperts(p []Action, layer int) []Action {
-	if s.SharedExpert && s.MicroBatches == 1 {
-		p = append(s.attention(p, layer, RouteShared), Action{Kind: SharedDown, Layer: layer})
-	} else {
-		p = s.shared(s.attention(p, layer, Route), layer)
-	}
-	return append(p, Action{Kind: RoutedExperts, Layer: layer}, Action{Kind: Release, Layer: layer})
+func (s Shape) experts(p []Action, layer int) []Action {
+	return append(s.shared(p, layer), Action{Kind: RoutedExperts, Layer: layer}, Action{Kind: Release, Layer: layer})
 }
 
 // nextMoE returns for each layer the next MoE layer, continuing with the first layer after

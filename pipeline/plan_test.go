@@ -53,7 +53,7 @@ func TestPlanOrder(t *testing.T) {
 	for _, layers := range []string{"M", "L", "D", "MM", "DM", "MD", "ML", "LM", "MDM", "LML", "DDMMD", "MLDLM", "MMMMMMM"} {
 		for mbs := 1; mbs <= 5; mbs++ {
 			s := shape(layers)
-			s.MicroBatches, s.SharedExpert = mbs, mbs <= 2
+			s.MicroBatches, s.SharedExpert = mbs, mbs == 2
 			checkOrder(t, "layerwise", layers, s)
 			for _, s.HostAttention = range []bool{false, true} {
 				for _, s.CPUExperts = range []bool{true, false} {
@@ -117,7 +117,7 @@ func checkOrder(t *testing.T, name, layers string, s Shape) {
 	}
 	for l := range s.MoE {
 		for mb := range s.MicroBatches {
-			attention, route := Action{Kind: Attention, Layer: l, MicroBatch: mb}, Action{Kind: o.route(name, s, l), Layer: l, MicroBatch: mb}
+			attention, route := Action{Kind: Attention, Layer: l, MicroBatch: mb}, Action{Kind: Route, Layer: l, MicroBatch: mb}
 			work := o.work(name, s, l, mb)
 			if s.HostAttention {
 				attention.Kind = ProjectQKV
@@ -172,23 +172,10 @@ func (o *order) work(name string, s Shape, l, mb int) []Action {
 		return []Action{of(RouterToHost), of(RunResident), of(FetchChosen), of(RunFetched)}
 	}
 	experts := Action{Kind: RoutedExperts, Layer: l, Group: group}
-	switch {
-	case o.route(name, s, l) == RouteShared:
-		return []Action{of(SharedDown), experts}
-	case s.SharedExpert:
+	if s.SharedExpert {
 		return []Action{{Kind: SharedExpert, Layer: l, Group: group}, experts}
 	}
 	return []Action{experts}
-}
-
-// route returns how a layer's router runs: behind half of the shared expert, where that is one
-// micro-batch's, unless the host waits for the selection.
-func (o *order) route(name string, s Shape, l int) Kind {
-	switch {
-	case !s.MoE[l] || !s.SharedExpert || s.MicroBatches > 1, name == "on-demand" && s.Offloaded[l], name == "cgopipe", name == "overlapped-cpu-attention":
-		return Route
-	}
-	return RouteShared
 }
 
 // slots checks when a layer's experts are fetched and released.
