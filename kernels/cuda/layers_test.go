@@ -112,14 +112,13 @@ func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 				Scale: float32(1 / math.Sqrt(float64(c.d))), MaxContext: context, MaxSeqTokens: 1, Out: heads(attended, 0, c.heads),
 			},
 			&kernels.MatMul{X: attended, W: x.act(c.hidden, q), Out: out},
-			&kernels.Norm{X: out, Residual: d.hidden, Weight: gamma, Eps: 1e-5, Out: norm})
-		if sharedWidth > 0 {
-			add(&kernels.GatedMatMul{X: norm, W: x.act(2*sharedWidth, c.hidden), Out: both})
-		}
-		add(&kernels.MatMul{X: norm, W: x.act(scored, c.hidden), Out: logits},
+			&kernels.Norm{X: out, Residual: d.hidden, Weight: gamma, Eps: 1e-5, Out: norm},
+			&kernels.MatMul{X: norm, W: x.act(scored, c.hidden), Out: logits},
 			&kernels.Route{Logits: logits.Narrow(1, 0, c.experts), Method: c.method, IDs: ids, Weights: weights, Offsets: offsets, Order: order})
 		if sharedWidth > 0 {
-			add(&kernels.MatMul{X: both.Narrow(1, 0, sharedWidth), W: x.act(c.hidden, sharedWidth), Out: shared})
+			narrow := both.Narrow(1, 0, sharedWidth)
+			add(&kernels.GatedMatMul{X: norm, W: x.act(2*sharedWidth, c.hidden), Out: both},
+				&kernels.MatMul{X: narrow, W: x.act(c.hidden, sharedWidth), Out: shared})
 		}
 		product := kernels.ExpertGEMM{X: norm, Offsets: offsets, Order: order, Slots: extents, Experts: all, Layout: layout, Out: up}
 		back := product

@@ -30,44 +30,51 @@ struct run {
   int end, first, rows, parts;  // end: one past its last tile; parts: token tiles
 };
 
-constexpr int most_threads = 384;
-
-// Lists the experts that have tokens, in all threads, with across tiles for each a.max_tokens of them,
-// and returns the number of tiles. A thread loads one expert, so that all loads are in flight at once;
-// a loop over them in one warp took 4 us of a layer of 128 experts.
+// Lists the experts that have tokens, with across tiles for each a.max_tokens of them, and returns the
+// number of tiles; in warp 0. The loads of 128 experts are in flight at once: 32 after another took 2 us
+// longer in each of a layer's two kernels with 128 experts.
 DEVICE int list_runs(const expert_args &a, run *runs, int across) {
-  __shared__ int found[most_threads / 32], ends[most_threads / 32];  // experts and tiles of each warp
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n = 0, tiles = 0;
+  constexpr int at_once = 4;
+  int lane = threadIdx.x, tiles = 0, n = 0;
 #pragma unroll 1
-  for (int from = 0; from < a.listed; from += blockDim.x) {
-    int i = from + threadIdx.x, expert = i < a.listed ? load_early((const int *)a.experts + i) : -1;
-    run e = {0, 0, 0, 0, 0};
-    if (expert >= 0 && expert < a.experts_all) {
-      e.weights = load_early((const u64 *)a.slots + expert) + a.start;
-      e.first = load_early((const int *)a.offsets + expert);
-      e.rows = load_early((const int *)a.offsets + expert + 1) - e.first;
-    }
-    if (e.rows > 0) {
-      e.parts = (e.rows + a.max_tokens - 1) / a.max_tokens;
-      e.end = e.parts * across;
-    }
-    u32 here = __ballot_sync(all_lanes, e.rows > 0);
+  for (int from = 0; from < a.listed; from += 32 * at_once) {
+    int id[at_once];
+    run e[at_once];
 #pragma unroll
-    for (int d = 1; d < 32; d <<= 1) {
-      int v = __shfl_up_sync(all_lanes, e.end, d);
-      if (lane >= d) e.end += v;
+    for (int j = 0; j < at_once; j++) {
+      int i = from + j * 32 + lane;
+      id[j] = i < a.listed ? load_early((const int *)a.experts + i) : -1;
     }
-    if (from > 0) __syncthreads();  // the previous totals have been read
-    if (lane == 31) found[warp] = __popc(here), ends[warp] = e.end;
-    __syncthreads();
-    int place = n + __popc(here & ((1u << lane) - 1)), warps = (min(a.listed - from, (int)blockDim.x) + 31) / 32;
-    e.end += tiles;
-#pragma unroll 4
-    for (int w = 0; w < warps; w++) {
-      if (w < warp) place += found[w], e.end += ends[w];
-      n += found[w], tiles += ends[w];
+#pragma unroll
+    for (int j = 0; j < at_once; j++) {
+      e[j] = {0, 0, 0, 0, 0};
+      if (id[j] >= 0 && id[j] < a.experts_all) {
+        e[j].weights = load_early((const u64 *)a.slots + id[j]);
+        e[j].first = load_early((const int *)a.offsets + id[j]);
+        e[j].rows = load_early((const int *)a.offsets + id[j] + 1);
+      }
     }
-    if (e.rows > 0) runs[place] = e;
+#pragma unroll
+    for (int j = 0; j < at_once; j++) {
+      if (from + j * 32 >= a.listed) break;
+      run &now = e[j];
+      now.weights += a.start;
+      now.rows -= now.first;
+      if (now.rows > 0) {
+        now.parts = (now.rows + a.max_tokens - 1) / a.max_tokens;
+        now.end = now.parts * across;
+      }
+      u32 here = __ballot_sync(all_lanes, now.rows > 0);
+#pragma unroll
+      for (int d = 1; d < 32; d <<= 1) {
+        int v = __shfl_up_sync(all_lanes, now.end, d);
+        if (lane >= d) now.end += v;
+      }
+      now.end += tiles;
+      tiles = __shfl_sync(all_lanes, now.end, 31);
+      if (now.rows > 0) runs[n + __popc(here & ((1u << lane) - 1))] = now;
+      n += __popc(here);
+    }
   }
   return tiles;
 }
@@ -238,13 +245,17 @@ DEVICE void expert(const expert_args &a, unsigned char *memory) {
   if (!a.lists_ready) wait_dependencies();
   launch_dependents();  // after the wait: the next kernel may start with data that this one has waited for
   __shared__ u64 full[most_stages], empty[most_stages];
+  __shared__ int tiles;
   // The stages start at a multiple of 1024 bytes, as the swizzle requires.
   unsigned char *start = memory + (-shared_address(memory) & 1023);
   expert_product<up, groups, blocks, max_tokens, steps_per_stage> p = {a, {start, full, empty, a.stages, groups * blocks * unit_bytes + a.max_tokens * 128}, 0, 0};
   p.across = (a.units + p.tile_units - 1) / p.tile_units;
   p.runs = (run *)(start + a.stages * steps_per_stage * p.r.step_bytes);
-  if (threadIdx.x == 0) ring_init(p.r, up ? p.producers + 1 : 2, groups);
-  int tiles = list_runs(a, p.runs, p.across);
+  if (threadIdx.x < 32) {
+    if (threadIdx.x == 0) ring_init(p.r, up ? p.producers + 1 : 2, groups);
+    int n = list_runs(a, p.runs, p.across);
+    if (threadIdx.x == 0) tiles = n;
+  }
   __syncthreads();
   if (threadIdx.x < p.producers) {
     if (groups == 2) give_registers<72>();
