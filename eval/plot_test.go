@@ -233,3 +233,15 @@ func TestGainsFigure(t *testing.T) {
 		t.Errorf("%+v", chart)
 	}
 }
+
+// Where the CPU computes attention, it does so for prompts, too: their prediction is bound by it.
+func TestPredictedCPUAttention(t *testing.T) {
+	results, info := predicted(t, 4536, false, true, 0)
+	r := results[0]
+	onGPU := *r.Prediction
+	r.Attention, r.MicroBatchTokens, r.NumMicroBatches = configs.OnCPU, 324, 14
+	r.plan(info)
+	if got := r.Prediction; got.PrefillBound != string(planner.BoundCPU) || got.Bound != string(planner.BoundCPUMemory) || got.PrefillSeconds < 2*onGPU.PrefillSeconds {
+		t.Errorf("prefill of %.1f s bound by %s, decode by %s; with attention on the GPU %.1f s", got.PrefillSeconds, got.PrefillBound, got.Bound, onGPU.PrefillSeconds)
+	}
+}

@@ -224,7 +224,10 @@ func (r *Result) predict(info *Info) {
 	roofline := planner.Rooflines(info.Shape, h, at)
 	r.Roofline = &Roofline{Bound: string(bound(roofline, link)), TokS: roofline.TokS}
 
-	problem := planner.Problem{Model: info.Shape, Hardware: h, Workload: work, Sizes: info.Sizes, CPUExperts: info.CPUExperts}
+	problem := planner.Problem{
+		Model: info.Shape, Hardware: h, Workload: work, Sizes: info.Sizes, CPUExperts: info.CPUExperts,
+		PromptsAlike: r.Attention == configs.OnCPU, // which computes attention of prompts, too
+	}
 	if info.Complete != nil {
 		info.Complete(&problem)
 	}
