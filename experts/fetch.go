@@ -97,8 +97,10 @@ type fetch struct {
 	ticket *transfer.Ticket
 	done   device.Point
 	from   device.Space
-	bytes  int64
-	slots  []int
+	// bytes that are copied: of a fetch whose rest was skipped only those before.
+	bytes   int64
+	skipped bool
+	slots   []int
 	// copies are the peer copies that are read.
 	copies []*peercache.Copy[ID]
 }
@@ -486,25 +488,39 @@ func (f *fetch) tier() Tier {
 	return Peer
 }
 
-// skip ends those copies of an expert that have not started, if none of the slots that
-// they fill has references: on a slow link a wrong prediction would delay the experts
-// that are needed.
+// skip ends the copies of an expert of which not all chunks were launched, if none of the slots that
+// they fill has references: a wrong prediction would delay the experts that are needed. What is in flight still
+// lands, so the next copy into such a slot goes behind it (assignSlot).
 func (f *fetcher) skip(id ID) {
 	var copies [2]*fetch // by kind
 	for _, c := range copies[:copy(copies[:], f.slotFetch(id).copies)] {
-		if f.inUse(c) || !c.ticket.Skip() {
+		if f.inUse(c) {
 			continue
 		}
-		f.counts.Fetched[c.tier()] -= c.bytes
+		left := c.ticket.Skip()
+		if left == 0 {
+			continue
+		}
+		f.counts.Fetched[c.tier()] -= left
+		c.bytes -= left
 		for _, at := range c.slots {
-			if key := f.cache.Expert(at); key >= 0 { // -1: the other copy of this expert was skipped before
+			a := &f.slots[at]
+			if key := f.cache.Expert(at); key >= 0 && c.bytes == 0 { // -1: the other copy of this expert was skipped before
 				f.counts.fetches[key/f.plan.Experts][key%f.plan.Experts]--
+			} else if key >= 0 {
+				f.countUnused(at)
 			}
 			f.cache.Clear(at)
 			f.changes++
-			f.removeFrom(&f.slots[at].copies, c)
+			if c.bytes == 0 {
+				f.removeFrom(&a.copies, c)
+			}
 		}
-		f.removeFrom(&f.fetches, c)
+		if c.bytes == 0 {
+			f.removeFrom(&f.fetches, c)
+		} else {
+			c.skipped = true
+		}
 	}
 }
 
@@ -575,7 +591,7 @@ func (f *fetcher) removeCompleted() {
 			left = append(left, c)
 			continue
 		}
-		if c.from != device.Host {
+		if c.from != device.Host && !c.skipped { // a chunk of what was skipped may have failed
 			f.peers.ReadSucceeded(c.from)
 		}
 		f.unref(c)

@@ -362,7 +362,7 @@ func TestPredictionsHideCopies(t *testing.T) {
 }
 
 // TestWrongPredictions: on a link that is the bottleneck a wrong prediction costs little, since
-// its copy is skipped if it has not begun when that is known.
+// its copy is skipped if it has not begun when that is known; see TestWrongPredictionsCut for those that have.
 func TestWrongPredictions(t *testing.T) {
 	m := small(rowMajor)
 	m.layers, m.experts = layerNumbers(12), 64
@@ -407,6 +407,91 @@ func TestWrongPredictions(t *testing.T) {
 	if half > all*118/100 || fetched > 12*8*125/100 {
 		t.Errorf("a step takes %v and %d fetches with half of the predictions right, %v with all", half, fetched, all)
 	}
+}
+
+// TestWrongPredictionsCut: of a wrongly predicted expert nothing more is copied, also where its copy has
+// begun, and its slot is used again only behind what is in flight.
+func TestWrongPredictionsCut(t *testing.T) {
+	m := small(rowMajor)
+	m.layers, m.experts = layerNumbers(12), 8
+	step := func(o emulated.Options, chunk int64, lend bool) (took time.Duration, fetched int64) {
+		r := newRig(t, m, o, chunk)
+		if lend {
+			r.lend()
+		}
+		s := r.open(Config{Placement: r.placed(1), CacheSlots: 8})
+		r.fill(s, 11)
+		if lend { // some are copied from a peer, and in part from the host
+			for l := range m.layers {
+				for e := 0; e < m.experts; e += 2 {
+					r.promote(s, ID{l, e})
+				}
+			}
+		}
+		rng := rand.New(rand.NewPCG(1, 1))
+		var c choice
+		for i := range m.layers {
+			chosen := int32(rng.IntN(m.experts))
+			c.chosen = append(c.chosen, []int32{chosen})
+			c.predicted = append(c.predicted, []int32{(chosen + int32(i%2)) % int32(m.experts)}) // every other is wrong
+		}
+		began := r.m.Now()
+		for range 3 {
+			out, err := r.routedStep(s, c, 10)
+			r.ok(err)
+			r.verifyRouted(s, c, out)
+		}
+		st := s.Stats()
+		if st.Failed != 0 {
+			t.Errorf("%+v", st)
+		}
+		return r.m.Now() - began, st.Fetched[Host] + st.Fetched[Peer]
+	}
+	slow := emulated.Options{Virtual: true, HostLink: emulated.Link{BytesPerSecond: 3e6}, GPUs: []emulated.GPU{{FlopsPerSecond: 1e6}}}
+	whole, all := step(slow, 512, false)
+	cut, part := step(slow, 32, false)
+	if part > all*80/100 || cut > whole*85/100 {
+		t.Errorf("in chunks of 32 bytes %d are copied, in %v; in chunks of 512 bytes %d, in %v", part, cut, all, whole)
+	}
+	for n := range uint64(16) {
+		step(machine(n), 32, n%2 == 0)
+	}
+}
+
+// TestSlotOfCutPrediction: what a wrong prediction has in flight from a peer lands before the host copies
+// another expert into the slot.
+func TestSlotOfCutPrediction(t *testing.T) {
+	m := small(rowMajor)
+	m.layers, m.experts = layerNumbers(2), 2
+	r := newRig(t, m, emulated.Options{Virtual: true}, 64)
+	r.lend()
+	s := r.open(Config{Placement: r.placed(1), CacheSlots: 2})
+	r.fill(s, 11)
+	r.promote(s, ID{0, 1})
+	stuck := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.From == device.HBM(1) && p.To == device.HBM(0) }})
+	st := r.begin(s)
+	r.ok(st.PrefetchPredicted(0, []int32{1}))
+	cut := s.fetch.slot(ID{0, 1})
+	for layer := range 2 {
+		open, err := st.LayerUnrouted(t.Context(), layer)
+		r.ok(err)
+		use, err := open.FetchChosen(t.Context(), []int32{0})
+		r.ok(err)
+		r.ok(use.Release())
+	}
+	if at := s.fetch.slot(ID{1, 0}); at != cut || s.fetch.has(ID{0, 1}) {
+		t.Fatalf("layer 1 expert 0 is in slot %d, want that of the wrong prediction, %d", at, cut)
+	}
+	next := s.fetch.slotFetch(ID{1, 0}).copies[0].ticket
+	for range 100 {
+		r.ok(r.m.Yield(t.Context(), 10*time.Microsecond))
+	}
+	if next.Ended() {
+		t.Error("another expert was copied into a slot under the copy of a wrong prediction")
+	}
+	stuck.Release()
+	r.ok(next.Wait(t.Context()))
+	r.ok(r.end(st))
 }
 
 // TestSwap: an offloaded expert becomes resident in place of another between two steps.

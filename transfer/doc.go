@@ -115,7 +115,7 @@
 //
 //   - Submit and RaisePriority never wait for a copy.
 //   - Done is signaled or failed once per request. It is signaled after the last byte has
-//     landed, or after Ticket.Skip, which declares that the bytes are not needed.
+//     landed, or after Ticket.Skip, which declares that the others are not needed.
 //   - What Ticket.Redirect takes back is not read once it has returned; what Ticket.Abort takes back
 //     is neither read nor written once the ticket has ended.
 //   - Nothing of a request is written before all of its After points are reached.

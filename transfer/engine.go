@@ -432,6 +432,9 @@ func (e *Engine) finish(t *Ticket, err error) {
 	}
 	switch {
 	case err == nil && t.req.Skipped():
+		l.stats.Bytes += t.req.Landed()
+		l.stats.ByPriority[t.req.Class] += t.req.Landed()
+		e.putEvents(t) // it has no times
 	case err == nil:
 		l.stats.Copies++
 		l.stats.Bytes += t.req.Bytes()

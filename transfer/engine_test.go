@@ -729,27 +729,34 @@ func TestCancel(t *testing.T) {
 	})
 }
 
-// TestSkip: a copy that is not needed any more ends as if it had landed, and nothing
-// is copied; one that has begun, or waits for a reader of its target, goes on.
+// TestSkip: a copy that is not needed any more ends as if it had landed, and nothing more of it
+// is copied; one that waits for a reader of its target goes on.
 func TestSkip(t *testing.T) {
 	machines(t, func(t *testing.T, o emulated.Options) {
 		r := newRig(t, o, transfer.Options{ChunkBytes: 10, Depth: 1})
 		src, empty := r.filled(100, 1), r.filled(100, 2)
 		dst, unwanted, read := r.alloc(device.HBM(0), 100), r.alloc(device.HBM(0), 100), r.alloc(device.HBM(0), 100)
 		r.wait(r.submit(r.down(unwanted, empty, transfer.Demand)))
+		r.wait(r.submit(r.down(dst, empty, transfer.Demand)))
 		stall := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.To == device.HBM(0) }})
 		running := r.submit(r.down(dst, src, transfer.Demand))
 		waiting := r.down(read, src, transfer.Demand)
 		waiting.After = []device.Point{r.point()}
 		tw, tu := r.submit(waiting), r.submit(r.down(unwanted, src, transfer.Prefetch))
-		if tw.Skip() || running.Skip() {
-			t.Error("a copy that waits for a reader, or has begun, was skipped")
+		if left := tw.Skip(); left != 0 {
+			t.Errorf("%d bytes of a copy that waits for a reader were skipped", left)
 		}
-		if !tu.Skip() || tu.Skip() {
-			t.Error("a copy that has not begun was not skipped, or twice")
+		if left, again := tu.Skip(), tu.Skip(); left != 100 || again != 0 {
+			t.Errorf("%d bytes of a copy that has not begun were skipped, and %d", left, again)
 		}
 		if err := tu.Wait(t.Context()); err != nil || !tu.Ended() {
 			t.Errorf("skipped: %v", err)
+		}
+		if left, again := running.Skip(), running.Skip(); left != 90 || again != 0 {
+			t.Errorf("%d bytes of a copy whose first chunk is in flight were skipped, and %d", left, again)
+		}
+		if running.Ended() {
+			t.Error("a copy has ended whose first chunk is in flight")
 		}
 		stall.Release()
 		if err := waiting.After[0].Fence.Signal(1); err != nil {
@@ -757,11 +764,13 @@ func TestSkip(t *testing.T) {
 		}
 		r.wait(running)
 		r.wait(tw)
-		r.equal(dst, src)
+		if got := r.content(dst); !bytes.Equal(got[:10], r.content(src)[:10]) || !bytes.Equal(got[10:], r.content(empty)[10:]) {
+			t.Error("other bytes than those of the first chunk were copied")
+		}
 		r.equal(read, src)
 		r.equal(unwanted, empty)
 		for _, s := range r.engine.Stats() {
-			if s.From == device.Host && (s.Copies != 3 || s.Bytes != 300 || s.Failed != 0) {
+			if s.From == device.Host && (s.Copies != 3 || s.Bytes != 310 || s.Failed != 0) {
 				t.Errorf("%+v", s)
 			}
 		}
@@ -882,7 +891,7 @@ func TestReleaseUnderLoad(t *testing.T) {
 				case 0:
 					ticket.RaisePriority(transfer.Demand)
 				case 1:
-					skipped = ticket.Skip()
+					skipped = ticket.Skip() > 0
 				case 2:
 					canceled = ticket.Cancel()
 				}

@@ -122,16 +122,17 @@ func (e *Engine) redirect(t *Ticket, r *Request) (bool, error) {
 	return true, nil
 }
 
-// Skip ends the request as if it had landed, if all its After points are reached and
-// nothing of it was launched yet, and reports whether it did. It is for bytes that are no
-// longer needed: Done is signaled, and Dst keeps its content.
-func (t *Ticket) Skip() bool {
+// Skip ends the request as if it had landed, if all its After points are reached: nothing more of
+// it is launched, and Done is signaled once nothing of it is in flight. It is for bytes that are no
+// longer needed; Dst has the part that was launched, and otherwise keeps its content. Skip returns
+// how many bytes are thus not copied; 0: all of it is launched, it has ended, or it waits for a point.
+func (t *Ticket) Skip() int64 {
 	e := t.engine
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	done := e.core.Skip(&t.req)
+	left := e.core.Skip(&t.req)
 	e.doActions()
-	return done
+	return left
 }
 
 // Release lets a later request reuse the ticket of a copy that has landed. The ticket

@@ -1,6 +1,7 @@
 package dispatch
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"time"
@@ -312,16 +313,23 @@ func (c *Core) Cancel(r *Request, err error) bool {
 	return true
 }
 
-// Skip ends the request without an error and without a copy, if all its points are
-// reached and nothing of it was launched yet, and reports whether it did.
-func (c *Core) Skip(r *Request) bool {
-	if r.ended || r.failure != nil || r.launched > 0 || len(r.waiting) > 0 {
-		return false
+// errSkipped is why nothing more of a request that was skipped is launched.
+var errSkipped = errors.New("skipped")
+
+// Skip ends the request without an error, if all its points are reached: nothing more of it is
+// launched, and it ends when nothing of it is in flight any more. It returns how many bytes are
+// thus not copied; 0: all of it is launched, it has failed or ended, or it waits for a point.
+func (c *Core) Skip(r *Request) int64 {
+	left := r.bytes - r.launched
+	for _, f := range r.returned {
+		left += f.chunk.Bytes
 	}
-	c.queue(r.To).remove(r)
+	if r.ended || r.failure != nil || left == 0 || len(r.waiting) > 0 {
+		return 0
+	}
 	r.skipped = true
-	c.end(r)
-	return true
+	c.fail(r, errSkipped)
+	return left
 }
 
 // Abort fails the request: nothing more of it is launched, and it ends when nothing of it is in

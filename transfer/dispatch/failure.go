@@ -153,5 +153,9 @@ func (c *Core) fail(r *Request, err error) {
 
 func (c *Core) end(r *Request) {
 	r.ended = true
-	c.emit(Action{Kind: Finish, Request: r, Err: r.failure})
+	err := r.failure
+	if r.skipped {
+		err = nil
+	}
+	c.emit(Action{Kind: Finish, Request: r, Err: err})
 }

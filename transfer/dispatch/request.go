@@ -58,7 +58,7 @@ type Request struct {
 	returned    []*flight
 	// missing is where the first chunk that ended and has not landed begins, plus 1; 0: there is none.
 	missing int64
-	// failure is why no more chunks are launched.
+	// failure is why no more chunks are launched: an error, unless skipped.
 	failure        error
 	ended, skipped bool
 }
@@ -102,7 +102,7 @@ func (r *Request) Landed() int64 {
 // Ended reports whether the request has finished.
 func (r *Request) Ended() bool { return r.ended }
 
-// Skipped reports whether the request finished without being copied, see Core.Skip.
+// Skipped reports whether not all of the request is copied, see Core.Skip.
 func (r *Request) Skipped() bool { return r.skipped }
 
 // Chunk is what one launch copies: Bytes bytes of a request, from Offset within Piece on,
