@@ -273,6 +273,9 @@ type candidate struct {
 	// left is the bytes that the link has still to copy; less than the whole expert where a
 	// prefetch is in progress.
 	left int64
+	// inFlight is what of it the link copies already, and goes on with in vain where the CPU computes the
+	// expert; the rest is skipped then.
+	inFlight int64
 }
 
 // hostLink is the link from host memory.
@@ -305,15 +308,14 @@ func forCPU(list []candidate) {
 }
 
 // divide returns how many of the first candidates, of that size, the CPU computes so that all experts
-// are there, or computed, as early as possible. A copy in progress goes on, in vain, where the CPU
-// computes its expert.
-func (t CPUTime) divide(size int64, link hostLink, list []candidate) (onCPU int) {
+// are there, or computed, as early as possible.
+func (t CPUTime) divide(link hostLink, list []candidate) (onCPU int) {
 	if link.bytesPerSecond <= 0 {
 		return 0 // nothing to compare with
 	}
 	best := math.Inf(1)
 	for n := range len(list) + 1 {
-		if seconds := t.longer(size, link, list, n); seconds < best {
+		if seconds := t.longer(link, list, n); seconds < best {
 			onCPU, best = n, seconds
 		}
 	}
@@ -321,16 +323,14 @@ func (t CPUTime) divide(size int64, link hostLink, list []candidate) (onCPU int)
 }
 
 // longer is the time until all experts are there if the CPU computes the first n.
-func (t CPUTime) longer(size int64, link hostLink, list []candidate, n int) (seconds float64) {
+func (t CPUTime) longer(link hostLink, list []candidate, n int) (seconds float64) {
 	copying, computing := link.seconds(list[n:]), 0.0
 	for i := range list[:n] {
 		if i == 0 {
 			computing = t.Layer
 		}
 		computing += t.Expert + t.Row*float64(list[i].rows-1)
-		if list[i].left < size {
-			copying += float64(list[i].left) / link.bytesPerSecond
-		}
+		copying += float64(list[i].inFlight) / link.bytesPerSecond
 	}
 	return max(copying, computing)
 }
@@ -419,12 +419,12 @@ func (c *CPUShare) divide(l *kernels.ExpertLayout, link hostLink, list []candida
 		return division{onCPU: len(list)}
 	}
 	t, link := c.time(l), c.measuredLink(link)
-	d.onCPU = t.divide(l.Size, link, list)
+	d.onCPU = t.divide(link, list)
 	if len(list) == 0 || link.bytesPerSecond <= 0 {
 		return d
 	}
 	c.layers++
-	seconds, all := t.longer(l.Size, link, list, d.onCPU), c.aloneTime(l).allOnCPU(list)
+	seconds, all := t.longer(link, list, d.onCPU), c.aloneTime(l).allOnCPU(list)
 	if all < seconds {
 		d.onCPU, seconds = len(list), all
 	}
@@ -432,7 +432,7 @@ func (c *CPUShare) divide(l *kernels.ExpertLayout, link hostLink, list []candida
 	switch {
 	case c.dueAlone(all, seconds):
 		d.onCPU, c.exploredAlone = len(list), c.layers
-	case mayRead && c.dueLink(l.Size, t, link, list, d.onCPU):
+	case mayRead && c.dueLink(t, link, list, d.onCPU):
 		d.onCPU, c.exploredLink = min(d.onCPU, len(list)-1), c.layers
 	case mayRead:
 		if n, s := c.bestSplit(l, t, link, list, seconds); s.first > 0 {
@@ -441,9 +441,9 @@ func (c *CPUShare) divide(l *kernels.ExpertLayout, link hostLink, list []candida
 		}
 		fallthrough
 	default:
-		d.onCPU = c.explore(l.Size, t, link, list, d.onCPU)
+		d.onCPU = c.explore(t, link, list, d.onCPU)
 	}
-	free := t.longer(l.Size, link, list, d.onCPU) - link.seconds(list[d.onCPU:])
+	free := t.longer(link, list, d.onCPU) - link.seconds(list[d.onCPU:])
 	d.head = time.Duration(free * float64(time.Second))
 	return d
 }
@@ -459,18 +459,18 @@ func (c *CPUShare) dueAlone(all, best float64) bool {
 
 // dueLink reports whether the layer is divided into whole experts, one of them copied at least, so that the
 // link's time stays known where experts are divided otherwise.
-func (c *CPUShare) dueLink(size int64, t CPUTime, link hostLink, list []candidate, best int) bool {
+func (c *CPUShare) dueLink(t CPUTime, link hostLink, list []candidate, best int) bool {
 	layers, interval := c.layers-max(c.copied, c.exploredLink), staleInterval
 	if c.link.count < warmUp {
 		interval = exploreInterval
 	}
-	return layers >= interval && c.worth(size, t, link, list, best, min(best, len(list)-1), layers)
+	return layers >= interval && c.worth(t, link, list, best, min(best, len(list)-1), layers)
 }
 
 // worth reports whether another division costs little enough for so many layers.
-func (c *CPUShare) worth(size int64, t CPUTime, link hostLink, list []candidate, best, other, layers int) bool {
-	seconds := t.longer(size, link, list, best)
-	return t.longer(size, link, list, other)-seconds <= exploreCost*seconds*float64(layers)
+func (c *CPUShare) worth(t CPUTime, link hostLink, list []candidate, best, other, layers int) bool {
+	seconds := t.longer(link, list, best)
+	return t.longer(link, list, other)-seconds <= exploreCost*seconds*float64(layers)
 }
 
 // bestSplit returns the candidate whose division ends first, if that is sooner than the seconds of whole
@@ -497,7 +497,7 @@ func (c *CPUShare) predict(l *kernels.ExpertLayout, link hostLink, list []candid
 	if c.all {
 		return len(list)
 	}
-	return c.time(l).divide(l.Size, c.measuredLink(link), list)
+	return c.time(l).divide(c.measuredLink(link), list)
 }
 
 // measuredLink is a link with what layers have measured of it.
@@ -513,10 +513,10 @@ func (c *CPUShare) measuredLink(link hostLink) hostLink {
 
 // explore returns the number of experts for the CPU, which now and then is not the best one, so that
 // its time, and that of the link, stay known.
-func (c *CPUShare) explore(size int64, t CPUTime, link hostLink, list []candidate, best int) int {
+func (c *CPUShare) explore(t CPUTime, link hostLink, list []candidate, best int) int {
 	due := func(latest, interval, other int) bool {
 		layers := c.layers - max(latest, c.explored)
-		return layers >= interval && c.worth(size, t, link, list, best, other, layers)
+		return layers >= interval && c.worth(t, link, list, best, other, layers)
 	}
 	other := best
 	switch {
@@ -573,18 +573,18 @@ func (s *steps) chooseCPU(position int, marked []bool, predicted bool) {
 		if !marked[e] || s.places.resident(id) {
 			continue
 		}
-		left, fromHost := s.fetch.left(id)
+		left, inFlight, fromHost := s.fetch.left(id)
 		switch {
 		case !fromHost:
 			continue
 		case !w.share.Auto():
-			left = size // wherever it is meanwhile
+			left, inFlight = size, 0 // wherever it is meanwhile
 		case left == 0, s.fetch.has(id) && predicted:
 			continue // it is there, or being fetched
 		case s.fetch.has(id):
 			begun += left
 		}
-		w.list = append(w.list, candidate{expert: e, rows: w.rows[e], left: left})
+		w.list = append(w.list, candidate{expert: e, rows: w.rows[e], left: left, inFlight: inFlight})
 	}
 	forCPU(w.list)
 	w.first = 0
@@ -692,17 +692,19 @@ func (f *fetcher) hostBytesLeft() (bytes int64) {
 	return bytes
 }
 
-// left is the bytes that a copy from host memory has still to bring of an offloaded expert; 0 if it
-// is cached. false: its copy is from a peer, or would be.
-func (f *fetcher) left(id ID) (bytes int64, fromHost bool) {
+// left is the bytes that a copy from host memory has still to bring of an offloaded expert, and those of them
+// that are in flight; 0 if it is cached. false: its copy is from a peer, or would be.
+func (f *fetcher) left(id ID) (bytes, inFlight int64, fromHost bool) {
 	if !f.has(id) {
-		return f.plan.Layout.Size, f.peerBackoff > 0 || f.peers.Find(id) == nil
+		return f.plan.Layout.Size, 0, f.peerBackoff > 0 || f.peers.Find(id) == nil
 	}
 	a := f.slotFetch(id)
 	for _, c := range a.copies {
 		if c.ticket != nil && !c.ticket.Ended() {
 			bytes += c.bytes - c.ticket.Landed()
+			inFlight += c.ticket.InFlight()
 		}
 	}
-	return min(bytes, f.plan.Layout.Size), a.from == Host
+	bytes = min(bytes, f.plan.Layout.Size)
+	return bytes, min(inFlight, bytes), a.from == Host
 }

@@ -49,17 +49,34 @@ func TestDivide(t *testing.T) {
 		{"the link has a head start", serverCPU, hostLink{bytesPerSecond: 55e9, head: 4 * time.Millisecond}, copying(whole), nil},
 		{"too short a head start", serverCPU, hostLink{bytesPerSecond: 55e9, head: 2 * time.Millisecond}, copying(whole), []int{0}},
 		{"a slow CPU", CPURate{BytesPerSecond: 10e9, FlopsPerSecond: 1e12}, serverLink, copying(whole, whole, whole), nil},
-		{"arithmetic is slow: many rows go to the GPU", CPURate{BytesPerSecond: 90e9, FlopsPerSecond: 1e11}, serverLink, []candidate{{0, 1, whole}, {1, 8, whole}}, []int{0}},
+		{"arithmetic is slow: many rows go to the GPU", CPURate{BytesPerSecond: 90e9, FlopsPerSecond: 1e11}, serverLink, []candidate{{rows: 1, left: whole}, {expert: 1, rows: 8, left: whole}}, []int{0}},
 		{"no rate of the link is known", serverCPU, hostLink{}, copying(whole, whole), nil},
 	} {
 		forCPU(c.list)
-		n := c.cpu.time(&mixtralExpert).divide(whole, c.link, c.list)
+		n := c.cpu.time(&mixtralExpert).divide(c.link, c.list)
 		var got []int
 		for _, x := range c.list[:n] {
 			got = append(got, x.expert)
 		}
 		if !slices.Equal(got, c.want) {
 			t.Errorf("%s: the CPU computes %v, want %v", c.what, got, c.want)
+		}
+	}
+}
+
+// TestDivideCutsCopies: of a copy in progress only what is in flight costs the link time where the CPU
+// computes the expert.
+func TestDivideCutsCopies(t *testing.T) {
+	cpu, link := CPUTime{Expert: 0.3}, hostLink{bytesPerSecond: 100}
+	for _, c := range []struct {
+		inFlight int64
+		want     int
+		seconds  float64
+	}{{0, 2, 0.6}, {10, 2, 0.6}, {70, 2, 0.7}, {90, 1, 0.9}} {
+		list := []candidate{{rows: 1, left: 100}, {expert: 1, rows: 1, left: 90, inFlight: c.inFlight}}
+		n := cpu.divide(link, list)
+		if seconds := cpu.longer(link, list, n); n != c.want || math.Abs(seconds-c.seconds) > 1e-9 {
+			t.Errorf("%d bytes in flight: %d on the CPU in %v s, want %d in %v", c.inFlight, n, seconds, c.want, c.seconds)
 		}
 	}
 }
@@ -82,7 +99,7 @@ func TestDivideEndsTogether(t *testing.T) {
 			}
 			return onCPU, link.seconds(list[n:])
 		}
-		n := cpu.divide(mixtralExpert.Size, link, list)
+		n := cpu.divide(link, list)
 		a, b := end(n)
 		if one := max(cpu.Layer+cpu.Expert+4*cpu.Row, link.seconds(list[:1])); math.Abs(a-b) > one {
 			t.Fatalf("%+v, %+v, %d experts: %d on the CPU, for %v s, %v s on the link", cpu, link, len(list), n, a, b)
@@ -155,14 +172,14 @@ func TestSplitEndsTogether(t *testing.T) {
 	}
 	// An expert that is being copied, and one with many rows.
 	cpu, link := CPUTime{Expert: 3e-3}, hostLink{bytesPerSecond: 50e9}
-	for _, c := range []candidate{{0, 1, mixtralExpert.Size / 2}, {0, 17, mixtralExpert.Size}} {
+	for _, c := range []candidate{{rows: 1, left: mixtralExpert.Size / 2}, {rows: 17, left: mixtralExpert.Size}} {
 		if s, ok := cpu.split(&mixtralExpert, link, [terms]float64{0, 1 / 45e9}, []candidate{c}, 0, true); ok {
 			t.Errorf("%+v was divided: %+v", c, s)
 		}
 	}
 	// One of which the CPU, or the link, should get nothing is divided only if it must be.
 	for _, cpu := range []CPUTime{{Expert: 100}, {Expert: 1e-6}} {
-		list := []candidate{{0, 1, mixtralExpert.Size}}
+		list := []candidate{{rows: 1, left: mixtralExpert.Size}}
 		if s, ok := cpu.split(&mixtralExpert, link, [terms]float64{1e-3, 1 / 45e9}, list, 0, false); ok {
 			t.Errorf("%+v: divided: %+v", cpu, s)
 		}

@@ -333,7 +333,7 @@ func TestDivisionOfRandomHosts(t *testing.T) {
 // TestShareExplores: a CPU that gets nothing is tried now and then, and gets experts once it is fast.
 func TestShareExplores(t *testing.T) {
 	auto := NewCPUShare(AutoCPUShare, CPURate{BytesPerSecond: 10e9, FlopsPerSecond: 1e12})
-	list := []candidate{{0, 1, mixtralExpert.Size}, {1, 1, mixtralExpert.Size}}
+	list := []candidate{{rows: 1, left: mixtralExpert.Size}, {expert: 1, rows: 1, left: mixtralExpert.Size}}
 	link := hostLink{bytesPerSecond: 50e9}
 	layers := 0
 	for range 60000 {

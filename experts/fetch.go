@@ -62,7 +62,7 @@ type source struct {
 // slotFetch is the latest fetch into a slot.
 type slotFetch struct {
 	// copies into the slot, at most one of each kind; none once the host knows that the
-	// expert has arrived.
+	// expert has arrived. A slot without an expert has those of which the rest was skipped.
 	copies []*fetch
 	// awaited: the compute stream has waited for the copies, or will.
 	awaited bool
@@ -279,7 +279,7 @@ func (f *fetcher) assignSlot(at int, id ID, after []device.Point) (lease.Ref, []
 	return f.cache.Assign(at, f.key(id), after)
 }
 
-// countUnused counts the prefetch into a slot that another expert gets, if no layer has used it.
+// countUnused counts the prefetch into a slot that another expert gets, or that becomes empty, if no layer has used it.
 func (f *fetcher) countUnused(at int) {
 	a := &f.slots[at]
 	if key := f.cache.Expert(at); a.unused && key >= 0 { // -1: skipped, failed or forgotten
@@ -490,11 +490,12 @@ func (f *fetch) tier() Tier {
 
 // skip ends the copies of an expert of which not all chunks were launched, if none of the slots that
 // they fill has references: a wrong prediction would delay the experts that are needed. What is in flight still
-// lands, so the next copy into such a slot goes behind it (assignSlot).
+// lands, so the next copy into such a slot goes behind it (assignSlot). A copy of several experts that has begun
+// goes on: some of them may have arrived.
 func (f *fetcher) skip(id ID) {
 	var copies [2]*fetch // by kind
 	for _, c := range copies[:copy(copies[:], f.slotFetch(id).copies)] {
-		if f.inUse(c) {
+		if f.inUse(c) || len(c.slots) > 1 && c.ticket.Landed()+c.ticket.InFlight() > 0 {
 			continue
 		}
 		left := c.ticket.Skip()
@@ -505,7 +506,8 @@ func (f *fetcher) skip(id ID) {
 		c.bytes -= left
 		for _, at := range c.slots {
 			a := &f.slots[at]
-			if key := f.cache.Expert(at); key >= 0 && c.bytes == 0 { // -1: the other copy of this expert was skipped before
+			key := f.cache.Expert(at) // -1: the other copy of this expert was skipped before
+			if key >= 0 && c.bytes == 0 {
 				f.counts.fetches[key/f.plan.Experts][key%f.plan.Experts]--
 			} else if key >= 0 {
 				f.countUnused(at)
@@ -528,7 +530,7 @@ func (f *fetcher) skip(id ID) {
 // host memory.
 func (f *fetcher) leave(slab uint64) {
 	for _, c := range f.fetches {
-		if c.ticket == nil || !slices.ContainsFunc(c.copies, func(x *peercache.Copy[ID]) bool { return x.Slab() == slab }) {
+		if c.ticket == nil || c.skipped || !slices.ContainsFunc(c.copies, func(x *peercache.Copy[ID]) bool { return x.Slab() == slab }) {
 			continue
 		}
 		f.pieces = f.pieces[:0]
@@ -591,7 +593,10 @@ func (f *fetcher) removeCompleted() {
 			left = append(left, c)
 			continue
 		}
-		if c.from != device.Host && !c.skipped { // a chunk of what was skipped may have failed
+		switch {
+		case c.skipped: // a chunk that was in flight may have failed
+			f.counts.Fetched[c.tier()] -= c.bytes - c.ticket.Landed()
+		case c.from != device.Host:
 			f.peers.ReadSucceeded(c.from)
 		}
 		f.unref(c)

@@ -97,7 +97,7 @@ type Stats struct {
 	Prefetched int64 `json:"prefetched"`
 	// Failed is how many copies failed or were canceled by a Drop.
 	Failed int64 `json:"failed_fetches"`
-	// Fetched is the bytes of the copies submitted, by the tier they came from.
+	// Fetched is the bytes of the copies submitted, less what was skipped, by the tier they came from.
 	Fetched FetchedBytes `json:"fetched_bytes"`
 	// ReadInPlace is the bytes of the experts that kernels read in a peer's or the host's memory.
 	ReadInPlace FetchedBytes `json:"read_in_place_bytes"`
@@ -187,7 +187,8 @@ func (s *Store) Uses() [][]int64 { return s.copyOf(s.counts.uses) }
 func (s *Store) ExpertHits() [][]int64 { return s.copyOf(s.counts.hits) }
 
 // UnusedPrefetches is how many prefetches of each expert no layer used before another expert got their
-// slot of the expert cache, by layer and expert. Prefetches of which no byte was copied do not count.
+// slot of the expert cache, or their rest was skipped, by layer and expert. Prefetches of which no byte was
+// copied do not count.
 func (s *Store) UnusedPrefetches() [][]int64 { return s.copyOf(s.counts.unused) }
 
 // RoutedTokens is how many tokens were routed to each expert, as of the latest

@@ -224,8 +224,7 @@ func (st Step) LayerUnrouted(ctx context.Context, layer int) (Unrouted, error) {
 
 // ChooseOnCPU returns those of the experts that the layer's tokens are routed to that the CPU computes,
 // so that it can begin before FetchChosen, which has to follow with the same experts, submits fetches.
-// It skips copies of other experts that have not started. chosen is in any order and has an expert once
-// for each of its rows. The result is valid until Release.
+// Nothing more is copied of other experts. chosen is in any order and has an expert once for each of its rows. The result is valid until Release.
 func (u Unrouted) ChooseOnCPU(chosen []int32) ([]HostExpert, error) {
 	s, err := u.lock()
 	if s != nil {
@@ -244,8 +243,9 @@ func (u Unrouted) ChooseOnCPU(chosen []int32) ([]HostExpert, error) {
 }
 
 // FetchChosen fetches the offloaded experts among those that the layer's tokens are
-// routed to, except for those that the CPU computes, and returns their waves. It skips copies of other
-// experts that have not started, and enqueues the update of the tables. chosen is as for ChooseOnCPU.
+// routed to, except for those that the CPU computes, and returns their waves. Nothing more is copied of
+// other experts, as far as they were predicted. It enqueues the update of the tables. chosen is as for
+// ChooseOnCPU.
 func (u Unrouted) FetchChosen(ctx context.Context, chosen []int32) (Use, error) {
 	s, err := u.lock()
 	if s != nil {

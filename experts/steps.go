@@ -270,8 +270,8 @@ func (s *steps) fetchChosen(ctx context.Context, position int, chosen []int32) (
 	return Use{Slots: s.tables.rows[position].slots, Waves: l.waves[first:], OnCPU: s.cpu.chose, AwaitsHost: waits}, nil
 }
 
-// skipOthers releases the slots of experts that are not marked as routed, and skips copies into them
-// that have not started.
+// skipOthers releases the slots of experts that are not marked as routed, into which nothing more is
+// copied (fetcher.skip).
 func (s *steps) skipOthers(position int) {
 	l := &s.layers[position]
 	for e := range l.refs {

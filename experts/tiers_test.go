@@ -1,9 +1,11 @@
 package experts
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math/rand/v2"
 	"os"
 	"slices"
@@ -492,6 +494,72 @@ func TestSlotOfCutPrediction(t *testing.T) {
 	stuck.Release()
 	r.ok(next.Wait(t.Context()))
 	r.ok(r.end(st))
+}
+
+// TestCutPredictionAndRevocation: memory of which a wrong prediction has read a part is released behind what
+// is in flight, and nothing is said.
+func TestCutPredictionAndRevocation(t *testing.T) {
+	m := small(rowMajor)
+	m.layers, m.experts = layerNumbers(2), 2
+	r := newRig(t, m, emulated.Options{Virtual: true}, 64)
+	r.lend()
+	s := r.open(Config{Placement: r.placed(1), CacheSlots: 2})
+	r.fill(s, 11)
+	r.promote(s, ID{0, 1})
+	var log bytes.Buffer
+	s.fetch.log = slog.New(slog.NewTextHandler(&log, nil))
+	stuck := r.m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Match: func(p emulated.Point) bool { return p.From == device.HBM(1) && p.To == device.HBM(0) }})
+	st := r.begin(s)
+	r.ok(st.PrefetchPredicted(0, []int32{1}))
+	open, err := st.LayerUnrouted(t.Context(), 0)
+	r.ok(err)
+	use, err := open.FetchChosen(t.Context(), []int32{0})
+	r.ok(err)
+	if got, want := s.Stats().Fetched[Peer], int64(128); got != want {
+		t.Errorf("%d bytes are fetched from the peer, want two chunks, %d", got, want)
+	}
+	c, err := reclaimMore(r.harvest, device.HBM(1), 1<<20, time.Minute)
+	r.ok(err)
+	for range 20 {
+		_, err = r.harvest.Tick(r.m.Now())
+		r.ok(err)
+		r.ok(r.m.Yield(t.Context(), 10*time.Microsecond))
+	}
+	if s.peers.Stats().Revoked > 0 {
+		t.Error("memory is taken while it is read")
+	}
+	if log.Len() > 0 {
+		t.Errorf("%s", log.String())
+	}
+	stuck.Release()
+	r.ok(c.Wait(t.Context()))
+	r.ok(use.Release())
+	r.ok(r.end(st))
+}
+
+// TestGroupGoesOn: a copy of several experts that has begun goes on, though none of them was selected.
+func TestGroupGoesOn(t *testing.T) {
+	m := small(rowMajor)
+	m.layers, m.experts = layerNumbers(2), 3
+	r := newRig(t, m, emulated.Options{Virtual: true}, 64)
+	s := r.open(Config{Placement: r.placed(1), CacheSlots: 6})
+	r.fill(s, 11)
+	st := r.begin(s)
+	r.ok(st.Prefetch(0)) // one copy
+	open, err := st.LayerUnrouted(t.Context(), 0)
+	r.ok(err)
+	use, err := open.FetchChosen(t.Context(), nil)
+	r.ok(err)
+	r.ok(use.Release())
+	r.ok(r.end(st))
+	for e := range m.experts {
+		if !s.fetch.has(ID{0, e}) {
+			t.Errorf("expert %d is not cached", e)
+		}
+	}
+	if got := s.Stats().Fetched[Host]; got != 3*m.layout.Size {
+		t.Errorf("%d bytes are fetched, want %d", got, 3*m.layout.Size)
+	}
 }
 
 // TestSwap: an offloaded expert becomes resident in place of another between two steps.

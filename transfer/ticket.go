@@ -124,8 +124,9 @@ func (e *Engine) redirect(t *Ticket, r *Request) (bool, error) {
 
 // Skip ends the request as if it had landed, if all its After points are reached: nothing more of
 // it is launched, and Done is signaled once nothing of it is in flight. It is for bytes that are no
-// longer needed; Dst has the part that was launched, and otherwise keeps its content. Skip returns
-// how many bytes are thus not copied; 0: all of it is launched, it has ended, or it waits for a point.
+// longer needed: Dst may have any part of what was launched, and otherwise keeps its content, and a
+// failure of what was launched is no error. Skip returns how many bytes are thus not copied; 0: all of
+// it is launched, it has ended, or it waits for a point.
 func (t *Ticket) Skip() int64 {
 	e := t.engine
 	e.mu.Lock()
@@ -175,8 +176,15 @@ func (t *Ticket) Err() error {
 	return t.err
 }
 
+// InFlight is the number of bytes that links are copying.
+func (t *Ticket) InFlight() int64 {
+	t.engine.mu.Lock()
+	defer t.engine.mu.Unlock()
+	return t.req.InFlight()
+}
+
 // Landed is the number of bytes that have landed, in the order of the pieces: of a request
-// that failed, those before the first that did not.
+// that failed or was skipped, those before the first that did not.
 func (t *Ticket) Landed() int64 {
 	t.engine.mu.Lock()
 	defer t.engine.mu.Unlock()

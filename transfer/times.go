@@ -28,7 +28,7 @@ type timing struct {
 }
 
 // Times returns when the parts of a copy that has landed were. It is an error without
-// Options.Timed, of a copy that has not landed, or if a device cannot tell.
+// Options.Timed, of a copy that has not landed or was skipped, or if a device cannot tell.
 func (t *Ticket) Times() (Times, error) {
 	t.engine.mu.Lock()
 	defer t.engine.mu.Unlock()
@@ -36,7 +36,7 @@ func (t *Ticket) Times() (Times, error) {
 	case !t.req.Ended() || t.err != nil:
 		return Times{}, fmt.Errorf("transfer: times of %s: it has not landed", t.name())
 	case t.timing.landed == nil || t.timing.started == nil:
-		return Times{}, errors.New("transfer: Options.Timed is not set, or nothing was copied")
+		return Times{}, errors.New("transfer: Options.Timed is not set, or the copy was skipped")
 	}
 	times := t.timing.times
 	for at, e := range map[*time.Duration]device.Event{&times.Started: t.timing.started, &times.Landed: t.timing.landed} {

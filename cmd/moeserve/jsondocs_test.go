@@ -113,7 +113,7 @@ var fieldDocs = map[string]string{
 	"ExpertSnapshot.uses":      "steps in which the layer used the expert",
 	"ExpertSnapshot.hits":      "of these, steps that found it in the GPU's memory: resident, or in the expert cache since an earlier use",
 	"unused":                   "true: a prefetch has copied it, or does, and its layer has run without it since; a later step may use it",
-	"unused_prefetches":        "prefetches of the expert that no step used before another expert got their slot of the expert cache",
+	"unused_prefetches":        "prefetches of the expert that no step used before another expert got their slot of the expert cache or their rest was skipped",
 	"misses":                   "uses of experts that had to be fetched, were read in place, or were computed by the CPU",
 	"prefetched":               "of the misses, those fetched before the layer needed them",
 	"failed_fetches":           "fetches that failed or were canceled",

@@ -73,7 +73,8 @@
 //   - Each byte of a request is launched once, and again only if its chunk failed.
 //   - No chunk is launched before all points of its request are reached.
 //   - A request finishes once, when none of its chunks is in flight: without an error if
-//     all its bytes have landed, or if the rest of them was skipped (Core.Skip).
+//     all its bytes have landed, or if the rest of them was skipped (Core.Skip), whatever becomes of
+//     those in flight.
 //   - A relay's buffer has one chunk at a time, from the launch of its first part until the second has
 //     ended; a relay that was removed is Drained once no chunk is in its buffers.
 //   - Request.Landed is a prefix of the request's bytes, over all links.

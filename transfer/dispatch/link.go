@@ -161,7 +161,7 @@ func (c *Core) Queued(number int) (requests int, bytes int64) {
 		r := under[i].f.chunk.Request
 		bytes += under[i].f.chunk.Bytes
 		same := func(s slot) bool { return s.state != free && s.f.chunk.Request == r }
-		if r.launched == r.bytes && len(r.returned) == 0 && !slices.ContainsFunc(under[:i], same) { // not in the queue
+		if (r.failure != nil || r.launched == r.bytes && len(r.returned) == 0) && !slices.ContainsFunc(under[:i], same) { // not in the queue
 			requests++
 		}
 	}

@@ -436,7 +436,7 @@ func (m *model) redirect(t *rapid.T) {
 func (m *model) skip(t *rapid.T) {
 	c := m.request(t)
 	may := c.finished == 0 && c.failure == nil && len(c.waiting) == 0
-	want := c.bytes - c.launched // no relay has given chunks back here
+	want := c.bytes - c.launched // nothing is returned: there are no relays
 	left := m.core.Skip(c.Request)
 	m.act()
 	if !may && left > 0 || may && left != want {

@@ -16,14 +16,14 @@ import (
 // TestRelayMachine is a host with three GPUs, of which any may relay, by random histories that
 // copy real bytes: each arrives where it should, a buffer has one chunk at a time, what Landed
 // counts has landed, links keep their limits and order, with direct first and without, relays that fail, are lost or removed
-// fail no request, of one that was aborted nothing more is launched, and a relay is drained when nothing is in its
+// fail no request, of one that was aborted or skipped nothing more is launched, and a relay is drained when nothing is in its
 // buffers.
 func TestRelayMachine(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		m := newRelays(t)
 		t.Repeat(map[string]func(*rapid.T){
 			"submit": m.submit, "run": m.run, "run2": m.run, "run3": m.run, "fail": m.fail, "refuse": m.refuse, "recover": m.recover,
-			"lose": m.lose, "remove": m.remove, "add": m.add, "promote": m.promote, "cancel": m.cancel, "abort": m.abort,
+			"lose": m.lose, "remove": m.remove, "add": m.add, "promote": m.promote, "cancel": m.cancel, "abort": m.abort, "skip": m.skip,
 			"": m.check,
 		})
 		m.drain()
@@ -38,7 +38,7 @@ type relayed struct {
 	taken int64
 	// harmed: a chunk failed or was refused on a link of its own.
 	harmed, canceled, ended bool
-	// aborted: nothing more of it may be launched.
+	// aborted, or skipped: nothing more of it may be launched.
 	aborted bool
 	err     error
 }
@@ -194,7 +194,7 @@ func (m *relays) act() {
 				}
 			}
 			switch {
-			case a.Err == nil && !bytes.Equal(c.src, c.dst):
+			case a.Err == nil && !c.Skipped() && !bytes.Equal(c.src, c.dst):
 				m.t.Fatalf("a request ends with other bytes")
 			case a.Err != nil && !c.harmed && !c.canceled && !m.lanes[m.own(a.Request)].lost:
 				m.t.Fatalf("a request fails that its own link could have carried: %v", a.Err)
@@ -501,13 +501,33 @@ func (m *relays) abort(t *rapid.T) {
 	}
 }
 
+func (m *relays) skip(t *rapid.T) {
+	c := m.request(t)
+	want := c.bytes - c.launched
+	for _, f := range c.returned {
+		want += f.chunk.Bytes
+	}
+	if c.ended || c.failure != nil {
+		want = 0
+	}
+	left := m.core.Skip(c.Request)
+	if left != want {
+		t.Fatalf("%d bytes were skipped, want %d", left, want)
+	}
+	c.aborted = c.aborted || left > 0
+	m.act()
+	if left > 0 && (c.ended != (c.inFlight == 0) || c.err != nil || len(c.returned) > 0) {
+		t.Fatalf("a request that was skipped has ended: %v, with %d chunks in flight: %v", c.ended, c.inFlight, c.err)
+	}
+}
+
 // check holds after every event.
 func (m *relays) check(t *rapid.T) {
 	for _, c := range m.requests {
 		if n := c.Landed(); !bytes.Equal(c.src[:n], c.dst[:n]) {
 			t.Fatalf("%d bytes are said to have landed that have not", n)
 		}
-		if c.ended && c.err == nil && c.Landed() != c.Bytes() {
+		if c.ended && c.err == nil && !c.Skipped() && c.Landed() != c.Bytes() {
 			t.Fatalf("a request has ended, and %d of %d bytes have landed", c.Landed(), c.Bytes())
 		}
 	}

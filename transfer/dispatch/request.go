@@ -99,6 +99,17 @@ func (r *Request) Landed() int64 {
 	return n
 }
 
+// InFlight is the number of bytes that were launched and have not ended.
+func (r *Request) InFlight() (bytes int64) {
+	for f := r.first; f != nil; f = f.after {
+		bytes += f.chunk.Bytes
+	}
+	for _, f := range r.returned {
+		bytes -= f.chunk.Bytes
+	}
+	return bytes
+}
+
 // Ended reports whether the request has finished.
 func (r *Request) Ended() bool { return r.ended }
 

@@ -274,3 +274,25 @@ func text(c Chunk) string {
 	}
 	return t
 }
+
+// TestQueuedOfSkipped: a request counts as long as something of it is in flight, also if the rest was skipped.
+func TestQueuedOfSkipped(t *testing.T) {
+	var c Core
+	l := c.AddLink(Link{From: device.Host, To: device.HBM(0), ChunkBytes: 8, Depth: 1})
+	r := &Request{From: device.Host, To: device.HBM(0)}
+	r.Add(Piece{Dst: device.Range{Addr: 4096, Bytes: 64}, Src: device.Range{Addr: 8192, Bytes: 64}})
+	if err := c.Submit(r, nil); err != nil {
+		t.Fatal(err)
+	}
+	for _, ok := c.Next(); ok; _, ok = c.Next() {
+	}
+	if n := r.InFlight(); n != 8 {
+		t.Errorf("%d bytes are in flight, want 8", n)
+	}
+	if left := c.Skip(r); left != 56 || r.Ended() {
+		t.Errorf("%d bytes were skipped, and it has ended: %v", left, r.Ended())
+	}
+	if n, bytes := c.Queued(l); n != 1 || bytes != 8 {
+		t.Errorf("%d requests with %d bytes are on the link, want 1 with 8", n, bytes)
+	}
+}
