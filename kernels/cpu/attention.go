@@ -309,7 +309,9 @@ func (b *Backend) computeAttention(o *kernels.Attention, s span) {
 func (b *Backend) softmax(scores []float32, first int, pad []float32) float32 {
 	largest := scores[0]
 	for _, v := range scores {
-		largest = max(largest, v)
+		if v > largest { // several times as fast as max, which has rules for NaN: these make the sum NaN anyway
+			largest = v
+		}
 	}
 	var total float32
 	for i := 0; i < len(scores); {
