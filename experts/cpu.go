@@ -307,8 +307,8 @@ func forCPU(list []candidate) {
 	})
 }
 
-// divide returns how many of the first candidates, of that size, the CPU computes so that all experts
-// are there, or computed, as early as possible.
+// divide returns how many of the first candidates the CPU computes so that all experts are there, or
+// computed, as early as possible.
 func (t CPUTime) divide(link hostLink, list []candidate) (onCPU int) {
 	if link.bytesPerSecond <= 0 {
 		return 0 // nothing to compare with

@@ -505,24 +505,21 @@ func (f *fetcher) skip(id ID) {
 		f.counts.Fetched[c.tier()] -= left
 		c.bytes -= left
 		for _, at := range c.slots {
-			a := &f.slots[at]
-			key := f.cache.Expert(at) // -1: the other copy of this expert was skipped before
-			if key >= 0 && c.bytes == 0 {
-				f.counts.fetches[key/f.plan.Experts][key%f.plan.Experts]--
-			} else if key >= 0 {
+			if key := f.cache.Expert(at); c.bytes > 0 {
 				f.countUnused(at)
+			} else if key >= 0 { // -1: the other copy of this expert was skipped before
+				f.counts.fetches[key/f.plan.Experts][key%f.plan.Experts]--
 			}
 			f.cache.Clear(at)
 			f.changes++
-			if c.bytes == 0 {
-				f.removeFrom(&a.copies, c)
-			}
 		}
-		if c.bytes == 0 {
-			f.removeFrom(&f.fetches, c)
-		} else {
-			c.skipped = true
+		if c.skipped = true; c.bytes > 0 {
+			continue // what is in flight
 		}
+		for _, at := range c.slots {
+			f.removeFrom(&f.slots[at].copies, c)
+		}
+		f.removeFrom(&f.fetches, c)
 	}
 }
 

@@ -37,7 +37,7 @@ func (t turn) Sleep(ctx context.Context, hurry <-chan struct{}) (turns.Took, err
 	if !t.n.Sleeping().Asleep() {
 		t.n.engine.Resume() // the hurry may have come after the end of the other pause
 	} else if err != nil {
-		t.n.log.Warn("a part of the memory of a sleeping model is not given back", "model", t.n.info.Name, "err", err)
+		t.n.log.Warn("a part of the memory of a sleeping model was not released", "model", t.n.info.Name, "err", err)
 		err = nil
 	}
 	return turns.Took{Total: times.Total, Copies: times.Copies}, err

@@ -99,9 +99,9 @@
 // A chunk that fails is retried once. If it fails again, its ticket fails: the Done fence is
 // failed with the error, so that nothing waits forever, and Ticket.Err returns it. Other requests
 // of the link continue. A request whose After point fails, fails with it. A lost device fails
-// every request that only its links carry and that was not skipped, and Submit refuses new ones. What fails over a relay
-// is copied over the GPU's own link, and a relay that fails again is retired, with a warning: no
-// copy fails because of a relay. On some devices a stream that waits for a failed fence goes into
+// every request that only its links carry and that was not skipped, and Submit refuses new ones. What
+// fails over a relay is copied over the GPU's own link, and a relay that fails again is retired, with a
+// warning: no copy fails because of a relay. On some devices a stream that waits for a failed fence goes into
 // error, on others it continues; so the submitter of a copy checks Ticket.Err before using
 // results.
 //

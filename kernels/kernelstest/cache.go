@@ -344,8 +344,8 @@ func testAttentionShape(r *rig, s attentionShape, newQ func(rows int) tensor, ga
 		}
 		if seq.rows > 1 {
 			cut := 1 + r.rand.IntN(seq.rows-1)
-			part(i, 0, cut, "the rows after them left out")
-			part(i, cut, seq.rows, "the rows before them left out")
+			part(i, 0, cut, "without the rows after them")
+			part(i, cut, seq.rows, "without the rows before them")
 		}
 	}
 }

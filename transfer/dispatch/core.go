@@ -313,7 +313,7 @@ func (c *Core) Cancel(r *Request, err error) bool {
 	return true
 }
 
-// errSkipped is why nothing more of a request that was skipped is launched.
+// errSkipped is the failure of a request that was skipped, which finishes without an error.
 var errSkipped = errors.New("skipped")
 
 // Skip ends the request without an error, if all its points are reached: nothing more of it is
@@ -327,7 +327,6 @@ func (c *Core) Skip(r *Request) int64 {
 	if r.ended || r.failure != nil || left == 0 || len(r.waiting) > 0 {
 		return 0
 	}
-	r.skipped = true
 	c.fail(r, errSkipped)
 	return left
 }

@@ -154,7 +154,7 @@ func (c *Core) fail(r *Request, err error) {
 func (c *Core) end(r *Request) {
 	r.ended = true
 	err := r.failure
-	if r.skipped {
+	if r.Skipped() {
 		err = nil
 	}
 	c.emit(Action{Kind: Finish, Request: r, Err: err})

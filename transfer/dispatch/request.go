@@ -58,9 +58,9 @@ type Request struct {
 	returned    []*flight
 	// missing is where the first chunk that ended and has not landed begins, plus 1; 0: there is none.
 	missing int64
-	// failure is why no more chunks are launched: an error, unless skipped.
-	failure        error
-	ended, skipped bool
+	// failure is why no more chunks are launched; errSkipped: they are not needed.
+	failure error
+	ended   bool
 }
 
 // Add appends a piece. If it is adjacent to the last piece in both memories, and not
@@ -114,7 +114,7 @@ func (r *Request) InFlight() (bytes int64) {
 func (r *Request) Ended() bool { return r.ended }
 
 // Skipped reports whether not all of the request is copied, see Core.Skip.
-func (r *Request) Skipped() bool { return r.skipped }
+func (r *Request) Skipped() bool { return r.failure == errSkipped }
 
 // Chunk is what one launch copies: Bytes bytes of a request, from Offset within Piece on,
 // continuing with the following pieces.
