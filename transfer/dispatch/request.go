@@ -2,6 +2,7 @@ package dispatch
 
 import (
 	"cmp"
+	"errors"
 
 	"github.com/moeserve/moeserve/device"
 )
@@ -114,7 +115,7 @@ func (r *Request) InFlight() (bytes int64) {
 func (r *Request) Ended() bool { return r.ended }
 
 // Skipped reports whether not all of the request is copied, see Core.Skip.
-func (r *Request) Skipped() bool { return r.failure == errSkipped }
+func (r *Request) Skipped() bool { return errors.Is(r.failure, errSkipped) }
 
 // Chunk is what one launch copies: Bytes bytes of a request, from Offset within Piece on,
 // continuing with the following pieces.
