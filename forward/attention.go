@@ -88,7 +88,7 @@ func (a *Attention) Compute(s device.Stream, layer int, r Span, b *AttentionMeta
 		SeqStarts: b.SeqStarts, ContextLens: b.ContextLens, BlockTable: b.BlockTable,
 		Window: c.Windows[layer], Scale: float32(1 / math.Sqrt(float64(c.HeadDim))),
 		MaxContext: b.MaxContext, MaxSeqTokens: b.MaxSeqTokens, CachedTokens: b.CachedTokens, AttendedTokens: b.AttendedTokens,
-		Out: heads(c, r.slice(a.buffers.Output, 1)),
+		PastReady: b.PastReady, Out: heads(c, r.slice(a.buffers.Output, 1)),
 	}
 	a.compute.CacheK, a.compute.CacheV = a.kv.View(layer)
 	return enqueueLayer(a.backend, s, layer, &a.compute)

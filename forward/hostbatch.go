@@ -32,6 +32,7 @@ type hostSequences struct {
 	widest                       int // the maximum number of blocks of a sequence
 	maxContext, maxSeqTokens     int
 	cachedTokens, attendedTokens int64 // see kernels.Attention; 0 after PadContext
+	continued                    bool  // some sequence is
 }
 
 // hostSequence has the tokens from the previous sequence's rowEnd to its own, and a context of
@@ -48,6 +49,8 @@ type Sequence struct {
 	// Start is the position of IDs[0], and the number of tokens that the KV cache holds
 	// already.
 	Start int
+	// Continued: an earlier micro-batch of the same step has tokens before Start.
+	Continued bool
 	// Long selects the long factors of longrope: see RoPE.LongAfter.
 	Long bool
 	// Blocks are the sequence's KV blocks from position 0 on, enough for Start +
@@ -124,6 +127,7 @@ func (h *HostBatch) Append(q *Sequence) (int, error) {
 	all.maxContext = max(all.maxContext, context)
 	all.maxSeqTokens = max(all.maxSeqTokens, len(q.IDs))
 	all.cachedTokens += int64(context)
+	all.continued = all.continued || q.Continued
 	all.attendedTokens += int64(len(q.IDs)) * int64(q.Start+context+1) / 2
 	return first, nil
 }

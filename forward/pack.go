@@ -28,6 +28,8 @@ type AttentionMetadata struct {
 	// AttendedTokens are as in kernels.Attention.
 	MaxContext, MaxSeqTokens     int
 	CachedTokens, AttendedTokens int64
+	// PastReady is as in kernels.Attention: other tokens of these sequences are not in the same step.
+	PastReady bool
 
 	Slots       kernels.Tensor // [N] I32
 	SeqStarts   kernels.Tensor // [S+1] I32
@@ -196,6 +198,7 @@ func (p *packer) rows(rows []hostRow) (ids, ropeRows, slots kernels.Tensor) {
 }
 
 func (p *packer) sequences(h *hostSequences, a *AttentionMetadata) {
+	a.PastReady = !h.continued
 	a.Seqs, a.MaxContext, a.MaxSeqTokens, a.CachedTokens, a.AttendedTokens = len(h.list), h.maxContext, h.maxSeqTokens, h.cachedTokens, h.attendedTokens
 	var starts, contexts, table []int32
 	a.SeqStarts, starts = p.ints(a.Seqs + 1)

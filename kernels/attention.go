@@ -174,7 +174,11 @@ type Attention struct {
 	// if they are 0, every sequence is assumed to have MaxContext tokens, MaxSeqTokens of them
 	// in this step.
 	CachedTokens, AttendedTokens int64
-	Out                          Tensor // [N, heads, D] act
+	// PastReady states that no operation since the last one that is not a launch (a copy, a wait) writes keys
+	// and values of positions before this step's tokens, so a kernel may read those before its
+	// predecessors end.
+	PastReady bool
+	Out       Tensor // [N, heads, D] act
 }
 
 // Name implements Op.

@@ -128,7 +128,7 @@ func (b *batcher) split(s *Step, total int, shape *Shape) error {
 			}
 			to := min(from+each-mb.host.Rows(), len(q.Tokens))
 			first, err := mb.host.Append(&forward.Sequence{
-				IDs: q.Tokens[from:to], Start: q.Start + from, Long: q.Long, Blocks: q.Table.Blocks(),
+				IDs: q.Tokens[from:to], Start: q.Start + from, Continued: from > 0, Long: q.Long, Blocks: q.Table.Blocks(),
 			})
 			if err != nil {
 				return &SequenceError{i, err}

@@ -2,44 +2,46 @@
 
 package cuda
 
-// attentionArgs has the layout of attention_args in src/attention.cu: 224 bytes, fields at these.
+// attentionArgs has the layout of attention_args in src/attention.cu: 232 bytes, fields at these.
 type attentionArgs struct {
-	q         uint64  // 0
-	k         uint64  // 8
-	v         uint64  // 16
-	starts    uint64  // 24
-	lens      uint64  // 32
-	table     uint64  // 40
-	out       uint64  // 48
-	sums      uint64  // 56
-	ends      uint64  // 64
-	qRow      int64   // 72
-	qHead     int64   // 80
-	kBlock    int64   // 88
-	kToken    int64   // 96
-	kHead     int64   // 104
-	vBlock    int64   // 112
-	vToken    int64   // 120
-	vHead     int64   // 128
-	tableRow  int64   // 136
-	outRow    int64   // 144
-	outHead   int64   // 152
-	heads     int32   // 160
-	group     int32   // 164
-	d         int32   // 168
-	tokens    int32   // 172
-	blocks    int32   // 176
-	window    int32   // 180
-	minRows   int32   // 184
-	maxRows   int32   // 188
-	tiles     int32   // 192
-	chunks    int32   // 196
-	scale     float32 // 200
-	qAligned  int32   // 204
-	outPaired int32   // 208
-	each      int32   // 212
-	shift     int32   // 216
-	vAsK      int32   // 220
+	q          uint64  // 0
+	k          uint64  // 8
+	v          uint64  // 16
+	starts     uint64  // 24
+	lens       uint64  // 32
+	table      uint64  // 40
+	out        uint64  // 48
+	sums       uint64  // 56
+	ends       uint64  // 64
+	qRow       int64   // 72
+	qHead      int64   // 80
+	kBlock     int64   // 88
+	kToken     int64   // 96
+	kHead      int64   // 104
+	vBlock     int64   // 112
+	vToken     int64   // 120
+	vHead      int64   // 128
+	tableRow   int64   // 136
+	outRow     int64   // 144
+	outHead    int64   // 152
+	heads      int32   // 160
+	group      int32   // 164
+	d          int32   // 168
+	tokens     int32   // 172
+	blocks     int32   // 176
+	window     int32   // 180
+	minRows    int32   // 184
+	maxRows    int32   // 188
+	tiles      int32   // 192
+	chunks     int32   // 196
+	scale      float32 // 200
+	qAligned   int32   // 204
+	outPaired  int32   // 208
+	each       int32   // 212
+	shift      int32   // 216
+	vAsK       int32   // 220
+	pastReady  int32   // 224
+	chunkTiles int32   // 228
 }
 
 // copyBlocksArgs has the layout of copy_blocks_args in src/copy.cu: 24 bytes, fields at these.

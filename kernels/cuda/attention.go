@@ -29,14 +29,18 @@ const (
 )
 
 const (
-	// attention_128_wide computes heads of wideHead elements. A block has all tiles of a chunk in
-	// shared memory, the queries, and the ends of each tile's queries.
+	// attention_128_wide computes heads of wideHead elements.
 	wideHead, wideWarps = 128, chunkTokens / attentionTile
-	wideSharedBytes     = (2*chunkTokens+queriesPerWarp)*2*wideHead + wideWarps*queriesPerWarp*8
 	// wideWaves is the number of its blocks per multiprocessor, one after another, up to which it is
 	// faster than blocks of one warp, of which many share a multiprocessor.
 	wideWaves = 2
 )
+
+// wideSharedBytes is the shared memory of a block of attention_128_wide: that many tiles of a chunk, the queries,
+// and the ends of each tile's queries.
+func wideSharedBytes(tiles int) int {
+	return (2*attentionTile*tiles+queriesPerWarp)*2*wideHead + wideWarps*queriesPerWarp*8
+}
 
 // attentionSharedBytes is the shared memory of a block: its stages of 32 keys and values, and
 // its queries (see attend in attention.cu).
@@ -88,7 +92,7 @@ func (l *streamState) attention(o *kernels.Attention) error {
 		heads: int32(heads), group: int32(group), d: int32(d), tokens: int32(o.CacheK.Shape[1]), blocks: int32(o.CacheK.Shape[0]),
 		window: int32(min(o.Window, math.MaxInt32)), minRows: 1, scale: float32(float64(o.Scale) * math.Log2E),
 		qAligned: b2i(aligned(&o.Q)), outPaired: b2i(pairedHeads(&o.Out)),
-		each: 1, shift: -1, vAsK: b2i(o.CacheK.Stride == o.CacheV.Stride),
+		each: 1, shift: -1, vAsK: b2i(o.CacheK.Stride == o.CacheV.Stride), pastReady: b2i(o.PastReady),
 	}
 	if n := uint(o.CacheK.Shape[1]); n&(n-1) == 0 {
 		a.shift = int32(bits.TrailingZeros(n))
@@ -110,7 +114,9 @@ func (l *streamState) attention(o *kernels.Attention) error {
 		}
 		k, wide := name, l.b.attendsWide(sequences*kvHeads, chunks, d) && split == (chunks > 1)
 		if wide {
-			k, g.threads, g.shared = attentionWide, 32*wideWarps, wideSharedBytes
+			// Blocks of the GEMM behind attention start beside it where they find enough shared memory.
+			a.chunkTiles = int32(min(ceil(o.MaxContext, attentionTile), wideWarps))
+			k, g.threads, g.shared = attentionWide, 32*wideWarps, wideSharedBytes(int(a.chunkTiles))
 		}
 		// With enough blocks, a block computes several KV heads: it loads the first keys of the
 		// next while it computes the last.

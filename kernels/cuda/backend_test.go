@@ -174,13 +174,23 @@ func TestMatMulChoice(t *testing.T) {
 			}
 		}
 	}
-	r, b, s := list(t, Options{})
-	b.largeSmem = true
-	if err := b.Enqueue(s, matmul(1, 6144, 4096, kernels.BF16)); err != nil {
-		t.Fatal(err)
-	}
-	if r.names() != "few_rows_5" || r.grids[0].x != 132 || r.grids[0].shared != 160<<10 {
-		t.Errorf("with many pipeline stages: kernels %q, %v", r.names(), r.grids)
+	for _, test := range []struct {
+		columns, inner, blocks, shared int
+		kernel                         string
+	}{
+		{6144, 4096, 132, 128 << 10, "few_rows_4"},
+		{2048, 2048, 128, 64 << 10, "few_rows_4"}, // a block loads one tile
+		{128, 2048, 8, 64 << 10, "few_rows_4"},
+		{151936, 2048, 132, 160 << 10, "few_rows_5"},
+	} {
+		r, b, s := list(t, Options{})
+		b.largeSmem = true
+		if err := b.Enqueue(s, matmul(1, test.columns, test.inner, kernels.BF16)); err != nil {
+			t.Fatal(err)
+		}
+		if r.names() != test.kernel || r.grids[0].x != test.blocks || r.grids[0].shared != test.shared {
+			t.Errorf("with many pipeline stages: %+v: kernels %q, %v", test, r.names(), r.grids)
+		}
 	}
 }
 
@@ -580,9 +590,9 @@ func TestCombineNormChoice(t *testing.T) {
 		want            string
 		threads         int
 	}{
-		{1, 2, 2048, "combine_norm_256", 256},
+		{1, 2, 2048, "combine_norm_few_256", 256},
 		{4536, 8, 2048, "combine_norm_256", 256},
-		{1, 2, 4096, "combine_norm_512_few", 512},
+		{1, 2, 4096, "combine_norm_few_512", 512},
 		{4536, 2, 4096, "combine_norm_512_few", 512},
 		{4536, 8, 3584, "combine_norm_512", 512},
 		{7, 2, 4104, "combine_norm_512_3", 512},
@@ -625,7 +635,7 @@ func TestRoPEAppendKVChoice(t *testing.T) {
 		y     int
 		lanes int32
 	}{
-		{"one row", appending(1, 32, 8, 128), "rope_append_kv", 3, 8},
+		{"one row", appending(1, 32, 8, 128), "rope_append_kv_few", 3, 8},
 		{"a wave", appending(176, 32, 8, 128), "rope_append_kv", 3, 8},
 		{"more than a wave", appending(177, 32, 8, 128), "rope_append_kv", 1, 8},
 		{"many rows", normed(appending(4536, 32, 4, 128)), "norm_rope_append_kv", 1, 8},

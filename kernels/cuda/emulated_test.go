@@ -74,7 +74,10 @@ func awaited(op kernels.Op, early bool) (all []device.Range) {
 	case *kernels.RoPEAppendKV:
 		add(&o.Q, &o.K, &o.V, &o.CacheK, &o.CacheV)
 	case *kernels.Attention:
-		add(&o.Q, &o.CacheK, &o.CacheV, &o.Out)
+		add(&o.Q, &o.Out)
+		if !o.PastReady { // else see appended
+			add(&o.CacheK, &o.CacheV)
+		}
 	case *kernels.Route:
 		add(&o.Logits, &o.IDs, &o.Weights, &o.Counts, &o.Offsets, &o.Order)
 	case *kernels.SortByExpert:
@@ -116,6 +119,27 @@ func awaited(op kernels.Op, early bool) (all []device.Range) {
 	return all
 }
 
+// appended is where the cache holds the keys and values of a step's own tokens.
+func appended(o *kernels.Attention) (all []device.Range) {
+	ints := func(t *kernels.Tensor) []int32 {
+		return unsafe.Slice(*(**int32)(unsafe.Pointer(&t.Addr)), t.Elements())
+	}
+	starts, lens, table := ints(&o.SeqStarts), ints(&o.ContextLens), ints(&o.BlockTable)
+	tokens, width := o.CacheK.Shape[1], o.BlockTable.Shape[1]
+	for s, context := range lens {
+		for p := int(context - starts[s+1] + starts[s]); p < int(context); p++ {
+			block := int(table[s*width+p/tokens])
+			for _, cache := range []*kernels.Tensor{&o.CacheK, &o.CacheV} {
+				for head := range cache.Shape[2] {
+					row := cache.Narrow(0, block, block+1).Narrow(1, p%tokens, p%tokens+1).Narrow(2, head, head+1)
+					all = append(all, device.Range{Addr: row.Addr, Bytes: int64(cache.Shape[3] * cache.DType.Size())})
+				}
+			}
+		}
+	}
+	return all
+}
+
 // hidden keeps an Executor from being seen as one: kernels here declare nothing.
 type hidden struct {
 	device.Stream
@@ -135,7 +159,11 @@ func (r *simtRunner) launch(s device.Stream, k kernelID, g grid, args []byte) er
 		early := kernel.file == "expert.cu" && (*expertArgs)(unsafe.Pointer(&copied[0])).listsReady != 0
 		ranges = append(awaited(r.op, early), r.work)
 	}
+	attention, _ := r.op.(*kernels.Attention)
 	return s.(hidden).executor.Execute(device.Work{Name: kernel.name, Run: func(device.Access) error {
+		if attention != nil && attention.PastReady {
+			ranges = append(ranges, appended(attention)...)
+		}
 		return simt.Launch(r.half, kernel.name, copied, [3]int{g.x, g.y, g.z}, g.threads, g.shared, seed, ranges...)
 	}})
 }

@@ -108,6 +108,11 @@ const (
 	skinnyThreads                   = 512
 	// skinnyStageBytes is one stage of a block of few_rows: 64 bytes per thread.
 	skinnyStageBytes = 64 * skinnyThreads
+	// skinnyLoads are the loads of a block up to which its weights are read by few_rows_4. Its L2 policy makes long reads slower:
+	// those of Qwen3's LM head took 10 % longer.
+	skinnyLoads = 16
+	// skinnyStageElements of each of 16 weight rows are in a stage.
+	skinnyStageElements = skinnyStageBytes / 2 / 16
 )
 
 // sameTypes reports whether tensor cores can load both operands unconverted, 16 bytes at a time.
@@ -149,7 +154,13 @@ func (l *streamState) skinnyGEMM(o *kernels.MatMul, outFloat bool) error {
 	case !l.b.o.BatchInvariant && rows <= maxSkinnyRows:
 		k, g = fewRows2, grid{x: min(ceil(columns, 16), l.b.multiprocessors), shared: 2 * skinnyStageBytes}
 		if l.b.largeSmem {
-			k, g.shared = fewRows5, 5*skinnyStageBytes
+			// A block has no memory for stages that it does not use, so that it finds room beside one of attention, and
+			// loads while that runs.
+			loads := ceil(ceil(columns, 16), g.x) * ceil(o.X.Shape[1], skinnyStageElements)
+			k, g.shared = fewRows4, min(loads, 4)*skinnyStageBytes
+			if loads > skinnyLoads {
+				k, g.shared = fewRows5, 5*skinnyStageBytes
+			}
 		}
 	case columns <= 8:
 		k, g = fewColumns8, grid{x: ceil(rows, 16)}

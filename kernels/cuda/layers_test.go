@@ -109,7 +109,7 @@ func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 		add(&kernels.MatMul{X: norm, W: x.act(wide, c.hidden), Out: qkv}, rotate,
 			&kernels.Attention{
 				Q: heads(qkv, 0, c.heads), CacheK: keys, CacheV: values, SeqStarts: seqStarts, ContextLens: contextLens, BlockTable: blocks,
-				Scale: float32(1 / math.Sqrt(float64(c.d))), MaxContext: context, MaxSeqTokens: 1, Out: heads(attended, 0, c.heads),
+				Scale: float32(1 / math.Sqrt(float64(c.d))), MaxContext: context, MaxSeqTokens: 1, PastReady: true, Out: heads(attended, 0, c.heads),
 			},
 			&kernels.MatMul{X: attended, W: x.act(c.hidden, q), Out: out},
 			&kernels.Norm{X: out, Residual: d.hidden, Weight: gamma, Eps: 1e-5, Out: norm},

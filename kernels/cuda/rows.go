@@ -64,10 +64,21 @@ func (l *streamState) norm(o *kernels.Norm) error {
 	}
 	n := &norms[i]
 	k, g := n.kernel, grid{x: ceil(items, n.threads/n.perItem), threads: n.threads}
-	if k == norm256Times2 && items <= l.b.multiprocessors {
+	switch {
+	case l.b.plainNorm(o, &a) && d > 8*256:
+		k, g = normFew512, grid{x: items, threads: 512}
+	case l.b.plainNorm(o, &a):
+		k, g = normFew256, grid{x: items, threads: 256}
+	case k == norm256Times2 && items <= l.b.multiprocessors:
 		k, g.threads = norm512, 512 // the same sums, with more threads per row and fewer blocks
 	}
 	return launch(l, o.Name(), k, g, &a)
+}
+
+// plainNorm reports whether the kernels for few rows compute a norm.
+func (b *Backend) plainNorm(o *kernels.Norm, a *normArgs) bool {
+	return o.Out.Shape[0] <= b.multiprocessors && o.Kind == kernels.RMS && o.Bias.None() && a.heads == 1 && a.d%8 == 0 && a.d <= 8*512 &&
+		o.Weight.DType == o.Out.DType && a.aligned != 0 && a.weightAligned != 0
 }
 
 // normArguments returns the arguments of a norm, except items; X may be none.
@@ -138,12 +149,15 @@ func (l *streamState) combineNorm(o *kernels.CombineNorm) error {
 	if err := l.b.checkNorm(o.Name(), &o.X); err != nil || d == 0 {
 		return err
 	}
-	a := combineNormArgs{
-		combine: combineArguments(&kernels.Combine{X: o.X, Weights: o.Weights, Shared: o.Shared, SharedGate: o.SharedGate}),
-		norm:    normArguments(&kernels.Norm{Kind: o.Kind, Residual: o.Residual, Weight: o.Weight, Bias: o.Bias, Eps: o.Eps, Out: o.Out}),
-	}
+	norm := kernels.Norm{Kind: o.Kind, Residual: o.Residual, Weight: o.Weight, Bias: o.Bias, Eps: o.Eps, Out: o.Out}
+	a := combineNormArgs{combine: combineArguments(&kernels.Combine{X: o.X, Weights: o.Weights, Shared: o.Shared, SharedGate: o.SharedGate}), norm: normArguments(&norm)}
 	k, threads := combineNorm256, 256
+	plain := l.b.plainNorm(&norm, &a.norm) && a.combine.aligned != 0
 	switch {
+	case plain && d > 8*256:
+		k, threads = combineNormFew512, 512
+	case plain:
+		k = combineNormFew256
 	case d > 8*512:
 		k, threads = combineNorm512Times3, 512
 	case d > 8*256 && a.combine.k <= 2:
@@ -217,8 +231,12 @@ func (l *streamState) ropeAppendKV(o *kernels.RoPEAppendKV) error {
 	// If blocks for all heads of all rows can run at once, a thread computes one head.
 	rows, heads := o.Q.Shape[0], o.Q.Shape[1]+2*o.K.Shape[1]
 	g := rowGrid(rows, heads*lanes)
-	if rows*g.y > 4*l.b.multiprocessors {
+	whole := half%8 == 0 && aligned(&o.Q, &o.K, &o.V, &o.QNorm, &o.KNorm, &o.Table, &o.CacheK, &o.CacheV)
+	switch {
+	case rows*g.y > 4*l.b.multiprocessors:
 		g.y = ceil(g.y, ropeHeads)
+	case rows*g.y <= l.b.multiprocessors && whole && half == 64:
+		k += ropeAppendKVFew - ropeAppendKV
 	}
 	return launch(l, o.Name(), k, g, &ropeAppendKVArgs{
 		q: address(&o.Q), k: address(&o.K), v: address(&o.V), qWeight: address(&o.QNorm), kWeight: address(&o.KNorm),
@@ -230,6 +248,6 @@ func (l *streamState) ropeAppendKV(o *kernels.RoPEAppendKV) error {
 		qHeads: int32(o.Q.Shape[1]), kHeads: int32(o.K.Shape[1]), half: int32(half), lanes: int32(lanes),
 		qType: int32(o.QNorm.DType), kType: int32(o.KNorm.DType), places: int32(o.Table.Shape[0]),
 		blocks: int32(o.CacheK.Shape[0]), tokens: int32(o.CacheK.Shape[1]), eps: o.Eps,
-		aligned: b2i(half%8 == 0 && aligned(&o.Q, &o.K, &o.V, &o.QNorm, &o.KNorm, &o.Table, &o.CacheK, &o.CacheV)),
+		aligned: b2i(whole),
 	})
 }

@@ -32,7 +32,7 @@ func source(file string) string {
 const hopper = "sm_90a"
 
 // onlyFor has the units, and single kernels, that are built for one architecture only.
-var onlyFor = map[string]string{"expert.cu": hopper, "dense.cu": hopper, "prompt.cu": hopper, "few_rows_5": hopper, "few_rows_gated_5": hopper, "attention_128_wide": hopper}
+var onlyFor = map[string]string{"expert.cu": hopper, "dense.cu": hopper, "prompt.cu": hopper, "few_rows_4": hopper, "few_rows_5": hopper, "few_rows_gated_5": hopper, "attention_128_wide": hopper}
 
 // kernel is one __global__ function.
 type kernel struct {
@@ -56,6 +56,8 @@ const (
 	norm256Times2
 	norm512
 	norm512Times3
+	normFew256
+	normFew512
 	clampKernel
 	siluMul
 	gatherKernel
@@ -64,11 +66,15 @@ const (
 	combineNorm512Few
 	combineNorm512
 	combineNorm512Times3
+	combineNormFew256
+	combineNormFew512
 	addBias
 	ropeKernel
 	appendKV
 	ropeAppendKV
 	normRopeAppendKV
+	ropeAppendKVFew
+	normRopeAppendKVFew
 	routeKernel
 	routeSort
 	groupKernel
@@ -86,6 +92,7 @@ const (
 	fewColumns16
 	fewColumns64
 	fewRows2
+	fewRows4
 	fewRows5
 	fewRowsGated2
 	fewRowsGated5
@@ -115,6 +122,8 @@ var table = func() []kernel {
 		{"elementwise.cu", "norm_256_2", 0},
 		{"elementwise.cu", "norm_512", 0},
 		{"elementwise.cu", "norm_512_3", 0},
+		{"elementwise.cu", "norm_few_256", 0},
+		{"elementwise.cu", "norm_few_512", 0},
 		{"elementwise.cu", "clamp", 0},
 		{"elementwise.cu", "silu_mul", 0},
 		{"elementwise.cu", "gather", 0},
@@ -123,11 +132,15 @@ var table = func() []kernel {
 		{"elementwise.cu", "combine_norm_512_few", 0},
 		{"elementwise.cu", "combine_norm_512", 0},
 		{"elementwise.cu", "combine_norm_512_3", 0},
+		{"elementwise.cu", "combine_norm_few_256", 0},
+		{"elementwise.cu", "combine_norm_few_512", 0},
 		{"elementwise.cu", "add_bias", 0},
 		{"elementwise.cu", "rope", 0},
 		{"elementwise.cu", "append_kv", 0},
 		{"elementwise.cu", "rope_append_kv", 0},
 		{"elementwise.cu", "norm_rope_append_kv", 0},
+		{"elementwise.cu", "rope_append_kv_few", 0},
+		{"elementwise.cu", "norm_rope_append_kv_few", 0},
 		{"route.cu", "route", defaultShared},
 		{"route.cu", "route_sort", defaultShared},
 		{"route.cu", "group", 0},
@@ -140,11 +153,12 @@ var table = func() []kernel {
 		{"sample.cu", "restore", 0},
 		{"sample.cu", "mask_logits", 0},
 		{"attention.cu", "attention_join", 0},
-		{"attention.cu", "attention_128_wide", wideSharedBytes},
+		{"attention.cu", "attention_128_wide", wideSharedBytes(wideWarps)},
 		{"few.cu", "few_columns_8", 0},
 		{"few.cu", "few_columns_16", 0},
 		{"few.cu", "few_columns_64", 0},
 		{"few.cu", "few_rows_2", 2 * skinnyStageBytes},
+		{"few.cu", "few_rows_4", 4 * skinnyStageBytes},
 		{"few.cu", "few_rows_5", 5 * skinnyStageBytes},
 		{"few.cu", "few_rows_gated_2", 2 * skinnyStageBytes},
 		{"few.cu", "few_rows_gated_5", 5 * skinnyStageBytes},

@@ -236,7 +236,7 @@ func testAttention(r *rig) {
 }
 
 // testAttentionShape gets queries for the given number of rows from newQ; gaps selects
-// gaps between the rows of the output.
+// gaps between the rows of the output, and keys and values that are there early.
 func testAttentionShape(r *rig, s attentionShape, newQ func(rows int) tensor, gaps bool) {
 	starts, lens := []int{0}, []int(nil)
 	maxContext, maxRows, blocks := 0, 0, 3
@@ -278,7 +278,7 @@ func testAttentionShape(r *rig, s attentionShape, newQ func(rows int) tensor, ga
 		Q: q.Tensor, CacheK: cache.k.Tensor, CacheV: cache.v.Tensor,
 		SeqStarts: r.ints("SeqStarts", starts...).Tensor, ContextLens: r.ints("ContextLens", lens...).Tensor,
 		BlockTable: blockTable.Tensor,
-		Window:     s.window, Scale: float32(1 / math.Sqrt(float64(s.d))), MaxContext: maxContext, MaxSeqTokens: maxRows, Out: out.Tensor,
+		Window:     s.window, Scale: float32(1 / math.Sqrt(float64(s.d))), MaxContext: maxContext, MaxSeqTokens: maxRows, PastReady: gaps, Out: out.Tensor,
 	}
 	r.do(&op)
 

@@ -24,6 +24,8 @@ struct attention_args {
   int each;                       // KV heads per block, one after another
   int shift;                      // tokens is 1 << shift, if not negative
   int v_as_k;                     // V has the strides of K
+  int past_ready;                 // the preceding kernels write no position before this step's tokens
+  int chunk_tiles;                // attention_128_wide: tiles of positions that a block has shared memory for
 };
 
 constexpr int tile_tokens = 32, chunk_tokens = 256;
@@ -55,23 +57,27 @@ DEVICE int swizzled(int row, int chunk) {
   return row * d * 2 + ((chunk ^ (d % 64 == 0 ? row & 7 : row >> 1 & 3)) << 4);
 }
 
-// Adds a tile of positions to the state of a warp's queries: their maximum scores, the sums of
-// weights of this thread's columns, and the weighted sums of values. A thread has rows lane/4 and
-// lane/4 + 8, which attend to positions attends_from to attends_to.
-template <int d>
-DEVICE void attend_tile(const u32 (&q)[d / 16][4], const unsigned char *keys, const unsigned char *values, int tile, const int (&attends_from)[2],
+// Adds a tile of positions to the state of a warp's queries, of which query(i, q) returns elements 16 i to 16 i + 15: their
+// maximum scores, the sums of weights of this thread's columns, and the weighted sums of values. A thread has rows
+// lane/4 and lane/4 + 8, which attend to positions attends_from to attends_to. at_once of the d/16 parts of the scores
+// are unrolled.
+template <int d, int at_once, class Query>
+DEVICE void attend_tile(Query query, const unsigned char *keys, const unsigned char *values, int tile, const int (&attends_from)[2],
                         const int (&attends_to)[2], float scale, float (&row_max)[2], float (&sum)[2], float (&part)[d / 8][4]) {
   int lane = threadIdx.x & 31;
   float score[tile_tokens / 8][4] = {};
-#pragma unroll
-  for (int i = 0; i < d / 16; i++)
+#pragma unroll at_once
+  for (int i = 0; i < d / 16; i++) {
+    u32 q[4];
+    query(i, q);
 #pragma unroll
     for (int j = 0; j < tile_tokens / 8; j += 2) {
       u32 k[4];
       load_matrices(k, keys + swizzled<d>(j * 8 + (lane >> 4) * 8 + (lane & 7), i * 2 + (lane >> 3 & 1)));
-      mma(score[j], q[i], k[0], k[1]);
-      mma(score[j + 1], q[i], k[2], k[3]);
+      mma(score[j], q, k[0], k[1]);
+      mma(score[j + 1], q, k[2], k[3]);
     }
+  }
 
   float rescale[2];
   bool changed = false;  // whether the accumulators must be rescaled
@@ -276,7 +282,11 @@ DEVICE void attend(const attention_args &a, unsigned char *memory) {
     const unsigned char *keys = ring + slot * stage_bytes, *values = keys + half_bytes;
     if (++slot == stages) slot = 0;
 
-    attend_tile<d>(q, keys, values, tile, attends_from, attends_to, a.scale, row_max, sum, part);
+    auto query = [&](int i, u32 (&to)[4]) {
+#pragma unroll
+      for (int c = 0; c < 4; c++) to[c] = q[i][c];
+    };
+    attend_tile<d, d / 16>(query, keys, values, tile, attends_from, attends_to, a.scale, row_max, sum, part);
 
     tile++;
     if (tile * tile_tokens % chunk_tokens != 0 && tile < to) continue;
@@ -359,22 +369,23 @@ ATTENTION(128)
 // The same for heads of 128 elements of few sequences with few tokens each, where a block of one
 // warp would compute one tile of positions after the other: warp w of a block has tile w of its chunk.
 // The tiles' parts are joined at the end, so results differ from those of attend in their last bits.
+// With a.past_ready keys and values of earlier steps are loaded while the preceding kernel runs.
 constexpr int wide_warps = chunk_tokens / tile_tokens;
 
 KERNEL(32 * wide_warps, 1) attention_128_wide(const attention_args a) {
   constexpr int d = 128, chunks = d / 8, half_bytes = tile_tokens * d * 2;
   DYNAMIC_SHARED(memory);
-  launch_dependents();
   query_span s = find_span(a, 16 / a.group);
   int from = blockIdx.z * chunk_tokens, queries = s.rows * a.group;
   if (s.rows == 0 || from >= s.end || from + chunk_tokens <= s.begin) {  // uniform over the block
+    launch_dependents();
     wait_dependencies();
     return;
   }
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, kv_head = blockIdx.y;
   int tile = from / tile_tokens + warp, p = tile * tile_tokens + lane;
   bool some = tile * tile_tokens < s.end && (tile + 1) * tile_tokens > s.begin;  // uniform over the warp
-  unsigned char *keys = memory + warp * 2 * half_bytes, *values = keys + half_bytes, *query_tile = memory + wide_warps * 2 * half_bytes;
+  unsigned char *keys = memory + warp * 2 * half_bytes, *values = keys + half_bytes, *query_tile = memory + a.chunk_tiles * 2 * half_bytes;
   float2 *ends = (float2 *)(query_tile + 16 * d * 2);  // of each warp and query
   int in = a.shift >= 0 ? p >> a.shift : p / a.tokens;
   int block = p >= s.begin && p < s.end ? load_early((const int *)a.table + s.sequence * a.table_row + in) : -1;
@@ -384,30 +395,39 @@ KERNEL(32 * wide_warps, 1) attention_128_wide(const attention_args a) {
     k_at = block * a.k_block + token * a.k_token + kv_head * a.k_head;
     v_at = block * a.v_block + token * a.v_token + kv_head * a.v_head;
   }
-  wait_dependencies();
-
-  for (int item = threadIdx.x; item < queries * chunks; item += 32 * wide_warps) {
-    int i = item / chunks, chunk = item % chunks;
-    const u16 *head = (const u16 *)a.q + (s.row0 + i / a.group) * a.q_row + (kv_head * a.group + i % a.group) * a.q_head;
-    unsigned char *to = query_tile + swizzled<d>(i, chunk);
-    if (a.q_aligned) {
-      copy_async(to, head + chunk * 8, 16);
-    } else {
-      float v[8];
-      load8(v, head, act_type, chunk * 8, 8, false);
-      *(uint4 *)to = pack(v);
+  // First, before the preceding kernels have ended, what they do not write: keys and values of earlier steps, and
+  // zeros for positions that nobody attends to. Then queries and the other positions. Loops are not unrolled, here and
+  // below: with few sequences the kernel takes most of its time to bring its instructions.
+  int before = a.past_ready ? s.position : s.begin;
+#pragma unroll 1
+  for (int turn = 0; turn < 2; turn++) {
+    int row = 0, last = some ? tile_tokens : 0;
+    if (turn > 0) {
+      row = max(before - tile * tile_tokens, 0) & ~1, last = min(s.end - tile * tile_tokens, last);
+      wait_dependencies();
+#pragma unroll 1
+      for (int item = threadIdx.x; item < queries * chunks; item += 32 * wide_warps) {
+        int i = item / chunks, chunk = item % chunks;
+        const u16 *head = (const u16 *)a.q + (s.row0 + i / a.group) * a.q_row + (kv_head * a.group + i % a.group) * a.q_head;
+        unsigned char *to = query_tile + swizzled<d>(i, chunk);
+        if (a.q_aligned)
+          copy_async(to, head + chunk * 8, 16);
+        else
+          *(uint4 *)to = load_packed(head, chunk * 8, 8, false);
+      }
     }
-  }
-  if (some) {
-#pragma unroll
-    for (int i = 0; i < tile_tokens / 2; i++) {
-      int row = i * 2 + lane / chunks, chunk = lane % chunks, at = swizzled<d>(row, chunk);
-      i64 k_row = __shfl_sync(all_lanes, k_at, row), v_row = k_row;
-      if (!a.v_as_k) v_row = __shfl_sync(all_lanes, v_at, row);
+#pragma unroll 1
+    for (; row < last; row += 2) {
+      int mine = row + lane / chunks, chunk = lane % chunks, position = tile * tile_tokens + mine;
+      i64 k_row = __shfl_sync(all_lanes, k_at, mine), v_row = k_row;
+      if (!a.v_as_k) v_row = __shfl_sync(all_lanes, v_at, mine);
+      if ((position >= before && position < s.end) != (turn > 0)) continue;
       bool there = k_row >= 0;
-      copy_async(keys + at, (const u16 *)a.k + (there ? k_row + chunk * 8 : 0), there ? 16 : 0);
-      copy_async(values + at, (const u16 *)a.v + (there ? v_row + chunk * 8 : 0), there ? 16 : 0);
+      unsigned char *to = keys + swizzled<d>(mine, chunk);
+      copy_async(to, (const u16 *)a.k + (there ? k_row + chunk * 8 : 0), there ? 16 : 0);
+      copy_async(to + half_bytes, (const u16 *)a.v + (there ? v_row + chunk * 8 : 0), there ? 16 : 0);
     }
+    if (turn == 0) launch_dependents();
   }
   copy_commit();
   copy_wait<0>();
@@ -422,10 +442,8 @@ KERNEL(32 * wide_warps, 1) attention_128_wide(const attention_args a) {
       attends_to[h] = row < s.rows ? s.position + row : -1;
       attends_from[h] = a.window > 0 ? s.position + row - a.window + 1 : 0;
     }
-    u32 q[d / 16][4];
-#pragma unroll
-    for (int i = 0; i < d / 16; i++) load_matrices(q[i], query_tile + swizzled<d>(lane & 15, i * 2 + (lane >> 4)));
-    attend_tile<d>(q, keys, values, tile, attends_from, attends_to, a.scale, row_max, sum, part);
+    auto query = [&](int i, u32 (&q)[4]) { load_matrices(q, query_tile + swizzled<d>(lane & 15, i * 2 + (lane >> 4))); };
+    attend_tile<d, 2>(query, keys, values, tile, attends_from, attends_to, a.scale, row_max, sum, part);
     __syncwarp();  // what follows overwrites the tile
   }
   float *mine = (float *)keys;
@@ -436,10 +454,12 @@ KERNEL(32 * wide_warps, 1) attention_128_wide(const attention_args a) {
     sum[h] = __fadd_rn(sum[h], __shfl_xor_sync(all_lanes, sum[h], 2));
     if (i >= queries) continue;
     if ((lane & 3) == 0) ends[warp * 16 + i] = make_float2(row_max[h], sum[h]);
+    if (!some) continue;  // nobody reads it, and the block may have no memory for it
 #pragma unroll
     for (int j = 0; j < d / 8; j++) *(float2 *)(mine + i * d + j * 8 + (lane & 3) * 2) = make_float2(part[j][2 * h], part[j][2 * h + 1]);
   }
   __syncthreads();
+#pragma unroll 1
   for (int item = threadIdx.x; item < queries * d / 2; item += 32 * wide_warps) {
     int i = item / (d / 2), column = item % (d / 2) * 2, head = kv_head * a.group + i % a.group;
     float all_max = neg_infinity, all_sum = 0, x = 0, y = 0;
@@ -447,7 +467,8 @@ KERNEL(32 * wide_warps, 1) attention_128_wide(const attention_args a) {
     for (int w = 0; w < wide_warps; w++) all_max = fmaxf(all_max, ends[w * 16 + i].x);
 #pragma unroll
     for (int w = 0; w < wide_warps; w++) {
-      float2 end = ends[w * 16 + i], v = *(const float2 *)((const float *)(memory + w * 2 * half_bytes) + i * d + column);
+      int at = w < a.chunk_tiles ? w : 0;  // the block has memory for no more tiles, and nobody attends to them
+      float2 end = ends[w * 16 + i], v = *(const float2 *)((const float *)(memory + at * 2 * half_bytes) + i * d + column);
       if (end.x == neg_infinity) continue;  // the query attends to nothing of this tile
       float weight = exp2_fast(__fadd_rn(end.x, -all_max));
       all_sum = __fmaf_rn(end.y, weight, all_sum);

@@ -51,6 +51,20 @@ DEVICE float item_sum(const float (&parts)[each], float *sums) {
   return v;
 }
 
+// The first n of eight elements of a row, at a multiple of 8. plain: all, or none, and the row is aligned.
+template <bool plain>
+DEVICE uint4 load_part(const u16 *row, i64 at, int n, bool aligned) {
+  return plain ? load_chunk(n > 0 ? row : 0, (int)at) : load_packed(row, at, n, aligned);
+}
+
+template <bool plain>
+DEVICE void store_part(u16 *row, i64 at, const uint4 &q, int n, bool aligned) {
+  if (!plain)
+    store_packed(row, at, q, n, aligned);
+  else if (n > 0)
+    store_chunk(row + at, q);
+}
+
 // Prefetches the weights of a norm to L2; one block is enough.
 template <int threads>
 DEVICE void prefetch_weights(const norm_args &a) {
@@ -62,17 +76,20 @@ DEVICE void prefetch_weights(const norm_args &a) {
 // threads threads of the block. A thread keeps its elements, up to each times eight, in
 // registers in their 16-bit form, which leaves room for enough blocks to saturate memory
 // bandwidth. Intrinsics, so that every kernel has the same bits.
-template <int threads, int block, int each, class Rows>
-DEVICE void norm_row(const norm_args &a, const Rows &rows, u16 *residual, u16 *out) {
+//
+// plain is for few rows, where a kernel takes most of its time to bring its instructions: RMS, no bias, one head, rows and
+// weights of the activation type, aligned, and multiples of 8 long. The caller has loaded the weights.
+template <int threads, int block, int each, bool plain, class Rows>
+DEVICE void norm_row(const norm_args &a, const Rows &rows, u16 *residual, u16 *out, const uint4 (&weight)[each]) {
   __shared__ float sums[2][each * (block / 32)];
   int t = threadIdx.x % threads;
   uint4 q[each], old[each];
   if (residual) {
 #pragma unroll
-    for (int i = 0; i < each; i++) old[i] = load_packed(residual, (t + i * threads) * 8, a.d - (t + i * threads) * 8, a.aligned);
+    for (int i = 0; i < each; i++) old[i] = load_part<plain>(residual, (t + i * threads) * 8, a.d - (t + i * threads) * 8, a.aligned);
   }
 #pragma unroll
-  for (int i = 0; i < each; i++) q[i] = rows.load((t + i * threads) * 8, a.d - (t + i * threads) * 8);
+  for (int i = 0; i < each; i++) q[i] = rows.template load<plain>((t + i * threads) * 8, a.d - (t + i * threads) * 8);
   if (residual) {
 #pragma unroll
     for (int i = 0; i < each; i++) {
@@ -81,18 +98,19 @@ DEVICE void norm_row(const norm_args &a, const Rows &rows, u16 *residual, u16 *o
 #pragma unroll
       for (int c = 0; c < 8; c++) v[c] = __fadd_rn(v[c], r[c]);
       q[i] = pack(v);
-      store_packed(residual, (t + i * threads) * 8, q[i], a.d - (t + i * threads) * 8, a.aligned);
+      store_part<plain>(residual, (t + i * threads) * 8, q[i], a.d - (t + i * threads) * 8, a.aligned);
     }
   }
+  bool layer = !plain && a.layer;
   float total[each] = {}, v[8];
 #pragma unroll
   for (int i = 0; i < each; i++) {
     unpack(v, q[i]);
 #pragma unroll
-    for (int c = 0; c < 8; c++) total[i] = __fadd_rn(total[i], a.layer ? v[c] : __fmul_rn(v[c], v[c]));
+    for (int c = 0; c < 8; c++) total[i] = __fadd_rn(total[i], layer ? v[c] : __fmul_rn(v[c], v[c]));
   }
   float mean = 0, square = item_sum<threads>(total, sums[0]) / a.d;
-  if (a.layer) {
+  if (layer) {
     mean = square;
 #pragma unroll
     for (int i = 0; i < each; i++) {
@@ -112,15 +130,28 @@ DEVICE void norm_row(const norm_args &a, const Rows &rows, u16 *residual, u16 *o
     int at = (t + i * threads) * 8, n = a.d - at;
     float w[8];
     unpack(v, q[i]);
-    load8(w, (const void *)a.weight, a.weight_type, at, n, a.weight_aligned);
+    if (plain)
+      unpack(w, weight[i]);
+    else
+      load8(w, (const void *)a.weight, a.weight_type, at, n, a.weight_aligned);
 #pragma unroll
     for (int c = 0; c < 8; c++) v[c] = __fmul_rn(__fmul_rn(v[c] - mean, scale), w[c]);
-    if (a.bias) {
+    if (!plain && a.bias) {
       load8(w, (const void *)a.bias, a.bias_type, at, n, a.bias_aligned);
 #pragma unroll
       for (int c = 0; c < 8; c++) v[c] = __fadd_rn(v[c], w[c]);
     }
-    store8(out, at, v, n, a.aligned);
+    store_part<plain>(out, at, pack(v), n, a.aligned);
+  }
+}
+
+// Loads the weights of a thread of a plain norm, which no kernel writes, before the wait.
+template <int threads, int each>
+DEVICE void load_weights(const norm_args &a, uint4 (&weight)[each]) {
+#pragma unroll
+  for (int i = 0; i < each; i++) {
+    int at = ((int)threadIdx.x % threads + i * threads) * 8;
+    weight[i] = load_part<true>((const u16 *)a.weight, at, a.d - at, true);
   }
 }
 
@@ -128,30 +159,41 @@ DEVICE void norm_row(const norm_args &a, const Rows &rows, u16 *residual, u16 *o
 struct stored_row {
   const u16 *x;
   bool aligned;
-  DEVICE uint4 load(int at, int n) const { return load_packed(x, at, n, aligned); }
+  template <bool plain>
+  DEVICE uint4 load(int at, int n) const {
+    return load_part<plain>(x, at, n, aligned);
+  }
 };
 
 // threads threads norm one row of one head; a block has as many rows as fit.
-template <int threads, int block, int each>
+template <int threads, int block, int each, bool plain>
 DEVICE void norm_rows(const norm_args &a) {
   launch_dependents();
-  prefetch_weights<threads>(a);
+  uint4 weight[each];
+  if (plain)
+    load_weights<threads, each>(a, weight);
+  else
+    prefetch_weights<threads>(a);
   wait_dependencies();
   i64 item = (i64)blockIdx.x * (block / threads) + threadIdx.x / threads;
   if (item >= a.items) return;  // whole warps exit, and only if a block has several items
-  i64 row = item / a.heads;
-  int head = (int)(item - row * a.heads);
+  i64 row = plain ? item : item / a.heads;
+  int head = plain ? 0 : (int)(item - row * a.heads);
   stored_row x = {(const u16 *)a.x + row * a.x_row + head * a.x_head, a.aligned != 0};
   u16 *residual = a.residual ? (u16 *)a.residual + row * a.residual_row + head * a.residual_head : 0;
-  norm_row<threads, block, each>(a, x, residual, (u16 *)a.out + row * a.out_row + head * a.out_head);
+  norm_row<threads, block, each, plain>(a, x, residual, (u16 *)a.out + row * a.out_row + head * a.out_head, weight);
 }
 
-KERNEL(256, 8) norm_head(const norm_args a) { norm_rows<32, 256, 1>(a); }
-KERNEL(256, 4) norm_warp(const norm_args a) { norm_rows<32, 256, 4>(a); }
-KERNEL(256, 8) norm_256(const norm_args a) { norm_rows<256, 256, 1>(a); }
-KERNEL(256, 6) norm_256_2(const norm_args a) { norm_rows<256, 256, 2>(a); }
-KERNEL(512, 1) norm_512(const norm_args a) { norm_rows<512, 512, 1>(a); }
-KERNEL(512, 1) norm_512_3(const norm_args a) { norm_rows<512, 512, 3>(a); }
+KERNEL(256, 8) norm_head(const norm_args a) { norm_rows<32, 256, 1, false>(a); }
+KERNEL(256, 4) norm_warp(const norm_args a) { norm_rows<32, 256, 4, false>(a); }
+KERNEL(256, 8) norm_256(const norm_args a) { norm_rows<256, 256, 1, false>(a); }
+KERNEL(256, 6) norm_256_2(const norm_args a) { norm_rows<256, 256, 2, false>(a); }
+KERNEL(512, 1) norm_512(const norm_args a) { norm_rows<512, 512, 1, false>(a); }
+KERNEL(512, 1) norm_512_3(const norm_args a) { norm_rows<512, 512, 3, false>(a); }
+
+// For few rows, see plain.
+KERNEL(256, 1) norm_few_256(const norm_args a) { norm_rows<256, 256, 1, true>(a); }
+KERNEL(512, 1) norm_few_512(const norm_args a) { norm_rows<512, 512, 1, true>(a); }
 
 struct clamp_args {
   u64 x;
@@ -234,8 +276,9 @@ DEVICE void add_outputs(float (&total)[8], const combine_args &a, i64 row, int k
 }
 
 // Eight elements of a token's weighted sum, with intrinsics as in norm_row. With at_once 2, a.k
-// is at most 2, and without the loop the kernel needs fewer registers.
-template <int at_once, bool whole>
+// is at most 2, and without the loop the kernel needs fewer registers. compact: all outputs are added in the loop, by few
+// instructions.
+template <int at_once, bool whole, bool compact>
 DEVICE uint4 combine_elements(const combine_args &a, i64 row, int at, int n) {
   float total[8] = {}, v[8], gate = 0;
   uint4 shared = {0, 0, 0, 0};
@@ -243,9 +286,9 @@ DEVICE uint4 combine_elements(const combine_args &a, i64 row, int at, int n) {
     shared = load_packed((const u16 *)a.shared + row * a.shared_stride, at, whole ? 8 : n, whole || a.aligned);
     gate = ((const float *)a.gate)[row * a.gate_stride];
   }
-  add_outputs<at_once, whole>(total, a, row, 0, at, n);
+  if (!compact) add_outputs<at_once, whole>(total, a, row, 0, at, n);
 #pragma unroll 1
-  for (int k = at_once; at_once > 2 && k < a.k; k += at_once) add_outputs<at_once, whole>(total, a, row, k, at, n);
+  for (int k = compact ? 0 : at_once; at_once > 2 && k < a.k; k += at_once) add_outputs<at_once, whole>(total, a, row, k, at, n);
   if (a.shared) {
     float w = __fdiv_rn(1.f, __fadd_rn(1.f, expf(-gate)));
     unpack(v, shared);
@@ -260,8 +303,10 @@ template <int at_once>
 struct combined_row {
   const combine_args &a;
   i64 row;
+  template <bool plain>
   DEVICE uint4 load(int at, int n) const {
-    return a.aligned && n >= 8 ? combine_elements<at_once, true>(a, row, at, 8) : combine_elements<at_once, false>(a, row, at, n);
+    if (plain && n <= 0) return {0, 0, 0, 0};
+    return plain || a.aligned && n >= 8 ? combine_elements<at_once, true, plain>(a, row, at, 8) : combine_elements<at_once, false, plain>(a, row, at, n);
   }
 };
 
@@ -270,7 +315,7 @@ KERNEL(128, 9) combine(const combine_args a) {
   int at = (blockIdx.y * 128 + threadIdx.x) * 8, n = a.columns - at;
   if (n <= 0) return;
   combined_row<4> x = {a, blockIdx.x};
-  store_packed((u16 *)a.out + blockIdx.x * a.out_stride, at, x.load(at, n), n, a.aligned);
+  store_packed((u16 *)a.out + blockIdx.x * a.out_stride, at, x.load<false>(at, n), n, a.aligned);
 }
 
 // Arguments that only one part needs are in both: combine.out and norm.x are 0.
@@ -282,20 +327,28 @@ struct combine_norm_args {
 // One block per row. Registers bound the bytes in flight per multiprocessor: at 64 per thread,
 // 48 KiB with two experts per token and 80 with four or more; at 40, enough for two experts,
 // 72.
-template <int threads, int each, int at_once>
+template <int threads, int each, int at_once, bool plain>
 DEVICE void combine_norm(const combine_norm_args &a) {
   launch_dependents();
-  prefetch_weights<threads>(a.norm);
+  uint4 weight[each];
+  if (plain)
+    load_weights<threads, each>(a.norm, weight);
+  else
+    prefetch_weights<threads>(a.norm);
   wait_dependencies();
   i64 row = blockIdx.x;
   combined_row<at_once> x = {a.combine, row};
-  norm_row<threads, threads, each>(a.norm, x, (u16 *)a.norm.residual + row * a.norm.residual_row, (u16 *)a.norm.out + row * a.norm.out_row);
+  norm_row<threads, threads, each, plain>(a.norm, x, (u16 *)a.norm.residual + row * a.norm.residual_row, (u16 *)a.norm.out + row * a.norm.out_row, weight);
 }
 
-KERNEL(256, 4) combine_norm_256(const combine_norm_args a) { combine_norm<256, 1, 4>(a); }
-KERNEL(512, 3) combine_norm_512_few(const combine_norm_args a) { combine_norm<512, 1, 2>(a); }
-KERNEL(512, 2) combine_norm_512(const combine_norm_args a) { combine_norm<512, 1, 4>(a); }
-KERNEL(512, 1) combine_norm_512_3(const combine_norm_args a) { combine_norm<512, 3, 4>(a); }
+KERNEL(256, 4) combine_norm_256(const combine_norm_args a) { combine_norm<256, 1, 4, false>(a); }
+KERNEL(512, 3) combine_norm_512_few(const combine_norm_args a) { combine_norm<512, 1, 2, false>(a); }
+KERNEL(512, 2) combine_norm_512(const combine_norm_args a) { combine_norm<512, 1, 4, false>(a); }
+KERNEL(512, 1) combine_norm_512_3(const combine_norm_args a) { combine_norm<512, 3, 4, false>(a); }
+
+// For few rows, see plain.
+KERNEL(256, 1) combine_norm_few_256(const combine_norm_args a) { combine_norm<256, 1, 4, true>(a); }
+KERNEL(512, 1) combine_norm_few_512(const combine_norm_args a) { combine_norm<512, 1, 4, true>(a); }
 
 struct add_bias_args {
   u64 x, bias;
@@ -450,6 +503,7 @@ DEVICE void rope_append(const rope_append_kv_args &a) {
   u16 *cache_k = (u16 *)a.cache_k + block * a.ck_block + token * a.ck_token;
   u16 *cache_v = (u16 *)a.cache_v + block * a.cv_block + token * a.cv_token;
   int heads = a.q_heads + (kept ? 2 * a.k_heads : 0), at_once = 128 / lanes, step = gridDim.y * at_once;
+
   wait_dependencies();
 
   for (int from = blockIdx.y * at_once; from < heads; from += each * step) {
@@ -515,4 +569,15 @@ KERNEL(128, 5) norm_rope_append_kv(const rope_append_kv_args a) {
     rope_append<true, 128, 3>(a);
   else
     rope_append<true, 0, 1>(a);
+}
+
+// For few rows of aligned heads of 128.
+KERNEL(128, 1) rope_append_kv_few(const rope_append_kv_args a) {
+  launch_dependents();
+  rope_append<false, 128, 1>(a);
+}
+
+KERNEL(128, 1) norm_rope_append_kv_few(const rope_append_kv_args a) {
+  launch_dependents();
+  rope_append<true, 128, 1>(a);
 }

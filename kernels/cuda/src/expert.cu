@@ -83,8 +83,8 @@ DEVICE int list_runs(const expert_args &a, run *runs, int across) {
 DEVICE float silu_fast(float x) { return __fmul_rn(x, reciprocal_fast(__fadd_rn(1.f, exp2_fast(__fmul_rn(x, -1.44269504f))))); }
 
 // groups consumer warpgroups multiply blocks units of weights each, by up to max_tokens tokens;
-// a stage of the pipeline has steps_per_stage k-steps.
-template <bool up, int groups, int blocks, int max_tokens, int steps_per_stage>
+// a stage of the pipeline has steps_per_stage k-steps. once: weights need not stay in L2.
+template <bool up, int groups, int blocks, int max_tokens, int steps_per_stage, bool once>
 struct expert_product {
   static constexpr int tile_units = groups * blocks;
   static constexpr int producers = 128;
@@ -98,6 +98,7 @@ struct expert_product {
   ring r;
   run *runs;
   int across;
+  u64 policy;  // of weights in L2, with once
 
   // A tile of weights and tokens.
   struct tile {
@@ -111,6 +112,8 @@ struct expert_product {
     while (index >= runs[at].end) at++;
     const run e = runs[at];
     int i = index - (e.end - e.parts * across);
+    if (e.parts == 1)  // without the instructions of divisions
+      return {e.weights + (i64)i * tile_units * a.tiles * unit_bytes, i * tile_units, min(tile_units, a.units - i * tile_units), e.first, e.rows};
     int column = i / e.parts, unit = column * tile_units;
     // If a block would compute the same part of every column of tiles, it takes the next part
     // in turn, so that all blocks have equal work.
@@ -129,8 +132,8 @@ struct expert_product {
     barrier_expect(&r.full[slot], t.units * steps * unit_bytes);
     for (int u = 0; u < t.units; u++)
       for (int s = 0; s < steps; s++)
-        copy_bulk(stage + s * r.step_bytes + u * unit_bytes, (const char *)t.weights + ((i64)u * a.tiles + k + s) * unit_bytes, unit_bytes,
-                  &r.full[slot]);
+        copy_bulk<once>(stage + s * r.step_bytes + u * unit_bytes, (const char *)t.weights + ((i64)u * a.tiles + k + s) * unit_bytes, unit_bytes,
+                        &r.full[slot], policy);
   }
 
   // Starts the load of a stage's tokens, from k-step k on; in one thread, for the down
@@ -240,7 +243,7 @@ struct expert_product {
   }
 };
 
-template <bool up, int groups, int blocks, int max_tokens, int steps_per_stage>
+template <bool up, int groups, int blocks, int max_tokens, int steps_per_stage, bool once>
 DEVICE void expert(const expert_args &a, unsigned char *memory) {
   if (!a.lists_ready) wait_dependencies();
   launch_dependents();  // after the wait: the next kernel may start with data that this one has waited for
@@ -248,7 +251,8 @@ DEVICE void expert(const expert_args &a, unsigned char *memory) {
   __shared__ int tiles;
   // The stages start at a multiple of 1024 bytes, as the swizzle requires.
   unsigned char *start = memory + (-shared_address(memory) & 1023);
-  expert_product<up, groups, blocks, max_tokens, steps_per_stage> p = {a, {start, full, empty, a.stages, groups * blocks * unit_bytes + a.max_tokens * 128}, 0, 0};
+  expert_product<up, groups, blocks, max_tokens, steps_per_stage, once> p = {a, {start, full, empty, a.stages, groups * blocks * unit_bytes + a.max_tokens * 128}, 0, 0, 0};
+  if (once) p.policy = read_once();
   p.across = (a.units + p.tile_units - 1) / p.tile_units;
   p.runs = (run *)(start + a.stages * steps_per_stage * p.r.step_bytes);
   if (threadIdx.x < 32) {
@@ -268,19 +272,20 @@ DEVICE void expert(const expert_args &a, unsigned char *memory) {
 
 // Wide: two warpgroups with 128 weight rows each. Narrow: one with 64, for few tiles. Alone:
 // narrow with one block per multiprocessor, for few pairs. expert.go has their threads and
-// shared memory.
+// shared memory. Alone, copies with the policy of once were slower: 4 % of a step of Mixtral with one
+// sequence.
 #define EXPERT(name, up)                                               \
   KERNEL(384, 1) name##_256(const __grid_constant__ expert_args a) {   \
     DYNAMIC_SHARED(memory);                                            \
-    expert<up, 2, 2, 160, 1>(a, memory);                               \
+    expert<up, 2, 2, 160, 1, false>(a, memory);                               \
   }                                                                    \
   KERNEL(256, 2) name##_64(const __grid_constant__ expert_args a) {    \
     DYNAMIC_SHARED(memory);                                            \
-    expert<up, 1, 1, 64, 2>(a, memory);                                \
+    expert<up, 1, 1, 64, 2, true>(a, memory);                                \
   }                                                                    \
   KERNEL(256, 1) name##_alone(const __grid_constant__ expert_args a) { \
     DYNAMIC_SHARED(memory);                                            \
-    expert<up, 1, 1, 64, 2>(a, memory);                                \
+    expert<up, 1, 1, 64, 2, false>(a, memory);                                \
   }
 
 EXPERT(expert_up, true)

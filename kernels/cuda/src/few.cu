@@ -92,7 +92,7 @@ KERNEL(512, 1) few_columns_64(const few_args a) { few_columns<8>(a); }
 // across tiles. The first copies start before the preceding kernels end, which do not write
 // weights. gated: W has a.columns rows of gate, then as many of up, of which a tile has eight
 // each, and Out is silu(gate) up of both in their 16-bit form.
-template <int stages, bool gated>
+template <int stages, bool gated, bool once>
 DEVICE void few_rows(const few_args &a, unsigned char *memory) {
   __shared__ float parts[2][few_warps][8][20];  // of this tile and the previous one; 20: eight rows are in different banks
   launch_dependents();
@@ -101,6 +101,7 @@ DEVICE void few_rows(const few_args &a, unsigned char *memory) {
   constexpr int tile_columns = gated ? 8 : 16;
   int tiles = (a.columns + tile_columns - 1) / tile_columns, pieces = max(0, a.inner - warp * 64 + 64 * few_warps - 1) / (64 * few_warps);
   uint4 *ring = (uint4 *)memory + threadIdx.x;
+  u64 policy = once ? read_once() : 0;
 
   int next_tile = blockIdx.x, next_piece = 0;
   auto load_stage = [&](int slot) {
@@ -114,7 +115,7 @@ DEVICE void few_rows(const few_args &a, unsigned char *memory) {
         for (int h = 0; h < 2; h++) {
           bool there = column + (gated ? 0 : 8 * i) < a.columns && k + 32 * h < a.inner;  // a multiple of 8
           const u16 *from = there ? w + i * second + 32 * h : (const u16 *)a.w;
-          copy_async(ring + (slot * 4 + i * 2 + h) * 32 * few_warps, from, there ? 16 : 0);
+          copy_async<once>(ring + (slot * 4 + i * 2 + h) * 32 * few_warps, from, there ? 16 : 0, policy);
         }
       if (++next_piece == pieces) next_piece = 0, next_tile += gridDim.x;
     }
@@ -164,20 +165,26 @@ DEVICE void few_rows(const few_args &a, unsigned char *memory) {
 // For any device, and for devices whose blocks may use more shared memory.
 KERNEL(512, 1) few_rows_2(const few_args a) {
   DYNAMIC_SHARED(memory);
-  few_rows<2, false>(a, memory);
+  few_rows<2, false, false>(a, memory);
+}
+
+// For few tiles, after which other kernels follow soon.
+KERNEL(512, 2) few_rows_4(const few_args a) {
+  DYNAMIC_SHARED(memory);
+  few_rows<4, false, true>(a, memory);
 }
 
 KERNEL(512, 2) few_rows_5(const few_args a) {
   DYNAMIC_SHARED(memory);
-  few_rows<5, false>(a, memory);
+  few_rows<5, false, false>(a, memory);
 }
 
 KERNEL(512, 1) few_rows_gated_2(const few_args a) {
   DYNAMIC_SHARED(memory);
-  few_rows<2, true>(a, memory);
+  few_rows<2, true, false>(a, memory);
 }
 
 KERNEL(512, 2) few_rows_gated_5(const few_args a) {
   DYNAMIC_SHARED(memory);
-  few_rows<5, true>(a, memory);
+  few_rows<5, true, true>(a, memory);
 }

@@ -48,6 +48,16 @@ DEVICE void copy_bulk(void *shared, const void *global, int bytes, u64 *barrier)
                : "memory");
 }
 
+// The same; with hint by an L2 policy.
+template <bool hint>
+DEVICE void copy_bulk(void *shared, const void *global, int bytes, u64 *barrier, u64 policy) {
+  if (!hint) return copy_bulk(shared, global, bytes, barrier);
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+               :
+               : "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+               : "memory");
+}
+
 // The TMA descriptor of a matrix (CUtensorMap), passed in the arguments of a kernel.
 struct alignas(64) tensor_map {
   u64 words[16];

@@ -87,6 +87,23 @@ DEVICE void copy_async(void *shared, const void *global, int bytes) {
                : "memory");
 }
 
+// The L2 policy of data that is read once: it is replaced before other data, such as the instructions of the next kernels.
+DEVICE u64 read_once() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// copy_async; with hint by an L2 policy.
+template <bool hint>
+DEVICE void copy_async(void *shared, const void *global, int bytes, u64 policy) {
+  if (!hint) return copy_async(shared, global, bytes);
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
+               :
+               : "r"((u32)__cvta_generic_to_shared(shared)), "l"(global), "r"(bytes), "l"(policy)
+               : "memory");
+}
+
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until all but this thread's latest pending copy groups are complete.

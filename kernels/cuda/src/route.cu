@@ -85,7 +85,7 @@ struct route_sort_args {
 // its expert, its key and its weight; for each 32 pairs the number of each expert's, then of those
 // before; the first pair of each expert.
 KERNEL(1024, 1) route_sort(const route_sort_args args) {
-  begin();
+  launch_dependents();
   DYNAMIC_SHARED(memory);
   const route_args &a = args.route;
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32, across = (a.experts + 31) / 32;  // warps of a row
@@ -94,7 +94,9 @@ KERNEL(1024, 1) route_sort(const route_sort_args args) {
   u32 *keys = (u32 *)memory, *best = keys + threads;
   float *terms = (float *)(best + pairs), *weights = terms + threads;
   int *ids = (int *)(weights + pairs), *counts = ids + pairs, *firsts = counts + parts * a.experts;
+#pragma unroll 1
   for (int i = threadIdx.x; i < parts * a.experts; i += threads) counts[i] = 0;
+  wait_dependencies();
   bool there = expert < a.experts;
   u32 key = there ? score_key(((const float *)a.logits)[row * a.stride + expert]) : 0;
   float score = key_score(key);
@@ -102,11 +104,12 @@ KERNEL(1024, 1) route_sort(const route_sort_args args) {
   __syncthreads();
 
   int rank = 0;
+#pragma unroll 1
   for (int g = 0; g < across; g++) {
     const u32 *others = keys + (row * across + g) * 32;
     u32 upper = key, lower = g <= group ? key - 1 : key;  // of equal keys the lower experts are selected before
     int until = g == group ? lane : 32;
-#pragma unroll
+#pragma unroll 16
     for (int i = 0; i < 32; i++) rank += others[i] > (i < until ? lower : upper);
   }
   bool selected = there && rank < a.k;
@@ -120,11 +123,13 @@ KERNEL(1024, 1) route_sort(const route_sort_args args) {
     terms[threadIdx.x] = term;
     __syncthreads();
     float part = 0;
+#pragma unroll 1
     for (int g = 0; g < across; g++) part += terms[(row * across + g) * 32 + lane];
     return warp_sum(part);
   };
   float weight = 0;
   if (a.method == sparse_method) {
+#pragma unroll 1
     for (int i = 0; i < a.k; i++) {
       float m = key_score(best[first + i]);
       float sum = sum_of(there && rank >= i && within_limit(a, m, score) ? expf(score - m) : 0.f);
@@ -138,6 +143,7 @@ KERNEL(1024, 1) route_sort(const route_sort_args args) {
     if (selected) weights[pair] = weight;
     __syncthreads();
     float chosen = 0;
+#pragma unroll 2
     for (int i = 0; i < a.k; i++) chosen += weights[first + i];
     weight /= chosen;
   }
@@ -152,14 +158,16 @@ KERNEL(1024, 1) route_sort(const route_sort_args args) {
   int id = pair < pairs ? ids[pair] : -1;
   u32 same = 0;  // lanes with the same expert
   if (warp < parts) {
-#pragma unroll
+#pragma unroll 8
     for (int i = 0; i < 32; i++) same |= (u32)(__shfl_sync(all_lanes, id, i) == id) << i;
   }
   int before = __popc(same & ((1u << lane) - 1));
   if (id >= 0 && before == 0) counts[warp * a.experts + id] = __popc(same);
   __syncthreads();
+#pragma unroll 1
   for (int e = threadIdx.x; e < a.experts; e += threads) {
     int sum = 0;
+#pragma unroll 1
     for (int i = 0; i < parts; i++) {
       int n = counts[i * a.experts + e];
       counts[i * a.experts + e] = sum;
@@ -170,6 +178,7 @@ KERNEL(1024, 1) route_sort(const route_sort_args args) {
   __syncthreads();
   if (warp == 0) {
     int sum = 0;
+#pragma unroll 1
     for (int from = 0; from < a.experts; from += 32) {
       int e = from + lane, n = e < a.experts ? firsts[e] : 0, up_to = n;
 #pragma unroll

@@ -38,6 +38,8 @@
   FIELD(attention_args, each) \
   FIELD(attention_args, shift) \
   FIELD(attention_args, v_as_k) \
+  FIELD(attention_args, past_ready) \
+  FIELD(attention_args, chunk_tiles) \
   STRUCT(copy_blocks_args) \
   FIELD(copy_blocks_args, src) \
   FIELD(copy_blocks_args, dst) \

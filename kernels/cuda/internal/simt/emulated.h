@@ -202,7 +202,10 @@ static inline void load_matrices_transposed(u32 (&r)[4], const void *row) {
   simt::meet_warp({});
 }
 
+static inline u64 read_once() { return 0; }
 static inline void copy_async(void *shared, const void *global, int bytes) { simt::copy(shared, global, bytes); }
+template <bool>
+static inline void copy_async(void *shared, const void *global, int bytes, u64) { simt::copy(shared, global, bytes); }
 static inline void copy_commit() { simt::commit(); }
 template <int pending>
 static inline void copy_wait() {

@@ -10,7 +10,8 @@ static inline void barrier_expect(u64 *barrier, int bytes) { simt::barrier_arriv
 static inline void barrier_arrive_after_copies(u64 *barrier) { simt::barrier_arrive_after_copies(barrier); }
 static inline void barrier_await_copies(u64 *barrier) { simt::barrier_await_copies(barrier); }
 static inline void barrier_wait(u64 *barrier, u32 parity) { simt::barrier_wait(barrier, parity); }
-static inline void copy_bulk(void *shared, const void *global, int bytes, u64 *barrier) { simt::copy_bulk(shared, global, bytes, barrier); }
+template <bool>
+static inline void copy_bulk(void *shared, const void *global, int bytes, u64 *barrier, u64) { simt::copy_bulk(shared, global, bytes, barrier); }
 
 struct alignas(64) tensor_map {
   u64 words[16];  // address, rows, elements of a row, bytes from row to row, rows of a tile

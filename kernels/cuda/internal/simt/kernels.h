@@ -36,17 +36,17 @@ const simt_field fields[] = {ARGUMENTS(STRUCT, FIELD){nullptr, nullptr, 0, 0}};
 extern const simt_field *const FIELDS = sm_90a::fields;
 extern const simt_kernel TABLE[] = {
     ENTRY(embed, embed_args),           ENTRY(norm_warp, norm_args),       ENTRY(norm_256, norm_args),
-    ENTRY(norm_head, norm_args),        ENTRY(norm_256_2, norm_args),         ENTRY(norm_512_3, norm_args),      ENTRY(norm_512, norm_args),
+    ENTRY(norm_head, norm_args),        ENTRY(norm_256_2, norm_args),         ENTRY(norm_512_3, norm_args),      ENTRY(norm_512, norm_args), ENTRY(norm_few_256, norm_args), ENTRY(norm_few_512, norm_args),
     ENTRY(clamp, clamp_args),           ENTRY(silu_mul, silu_mul_args),    ENTRY(gather, gather_args),
     ENTRY(combine, combine_args),       ENTRY(add_bias, add_bias_args),    ENTRY(rope, rope_args),
-    ENTRY(rope_append_kv, rope_append_kv_args), ENTRY(norm_rope_append_kv, rope_append_kv_args),
+    ENTRY(rope_append_kv, rope_append_kv_args), ENTRY(norm_rope_append_kv, rope_append_kv_args), ENTRY(rope_append_kv_few, rope_append_kv_args), ENTRY(norm_rope_append_kv_few, rope_append_kv_args),
     ENTRY(append_kv, append_kv_args),   ENTRY(route, route_args), ENTRY(route_sort, route_sort_args),        ENTRY(group, sort_args),
     ENTRY(sample, sample_args),         ENTRY(sample_merge, sample_args),  ENTRY(attention_join, attention_args),
     ENTRY(sample_cut, sample_args),     ENTRY(log_probs, log_probs_args),  ENTRY(adjust, adjust_args),
     ENTRY(restore, adjust_args),        ENTRY(few_columns_8, few_args),    ENTRY(few_columns_16, few_args),
-    ENTRY(few_columns_64, few_args),   ENTRY(few_rows_2, few_args),        ENTRY(few_rows_5, few_args), ENTRY(few_rows_gated_2, few_args), ENTRY(few_rows_gated_5, few_args),
+    ENTRY(few_columns_64, few_args),   ENTRY(few_rows_2, few_args),        ENTRY(few_rows_4, few_args), ENTRY(few_rows_5, few_args), ENTRY(few_rows_gated_2, few_args), ENTRY(few_rows_gated_5, few_args),
     ENTRY(copy_blocks, copy_blocks_args), ENTRY(copy_small, copy_args), ENTRY(add_rows, add_rows_args), ENTRY(mask_logits, mask_args), ENTRY(group_few, sort_args),        ENTRY(combine_norm_256, combine_norm_args), ENTRY(combine_norm_512_few, combine_norm_args),
-    ENTRY(combine_norm_512, combine_norm_args), ENTRY(combine_norm_512_3, combine_norm_args),
+    ENTRY(combine_norm_512, combine_norm_args), ENTRY(combine_norm_512_3, combine_norm_args), ENTRY(combine_norm_few_256, combine_norm_args), ENTRY(combine_norm_few_512, combine_norm_args),
     ENTRY(attention_128_wide, attention_args), HEADS(32), HEADS(64), HEADS(96), HEADS(128), TILES(matmul), TILES(up), TILES(down),
     EXPERTS(expert_up), EXPERTS(expert_down), HOPPER(dense_64, dense_args), HOPPER(dense_128, dense_args), HOPPER(dense_256, dense_args), HOPPER(prompt_128, prompt_args), HOPPER(prompt_join, prompt_args), {nullptr, nullptr, 0},
 };
