@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"context"
 	"crypto/sha256"
+	"debug/elf"
 	"errors"
 	"flag"
 	"fmt"
@@ -47,8 +48,19 @@ func compiler(t testing.TB) *nvrtc.Compiler {
 // mostSpilled is how many bytes of registers a thread of a kernel may keep in memory.
 const mostSpilled = 64
 
+// mostCode is how many bytes of instructions for compute capability 9.0 a kernel of few rows may have: it takes most of its
+// time to bring them.
+var mostCode = map[string]uint64{
+	"attention_128_wide": 24 << 10, "route_sort": 18 << 10, "few_rows_4": 6 << 10, "combine_norm_few_256": 11 << 10, "combine_norm_few_512": 11 << 10,
+	"norm_few_256": 8 << 10, "norm_few_512": 8 << 10, "rope_append_kv_few": 5 << 10, "norm_rope_append_kv_few": 10 << 10,
+}
+
+// mostRegisters are those of a thread with which blocks of both find room on one multiprocessor of compute capability 9.0: 256
+// threads and 512, in multiples of 8, of 65,536.
+var mostRegisters = map[string]int{"attention_128_wide": 136, "few_rows_4": 56}
+
 // TestCompile compiles every kernel for what we support, without a GPU. No compiler says
-// anything but what kernels take.
+// anything but what kernels take. Kernels of few rows have few instructions.
 func TestCompile(t *testing.T) {
 	c := compiler(t)
 	for _, file := range files {
@@ -82,8 +94,14 @@ func TestCompile(t *testing.T) {
 							}
 							continue
 						}
-						if _, rest, ok := strings.Cut(line, "Compiling entry function "); ok {
-							kernel = rest
+						if _, rest, ok := strings.Cut(line, "Compiling entry function '"); ok {
+							kernel, _, _ = strings.Cut(rest, "'")
+						}
+						registers := 0
+						if _, err := fmt.Sscanf(line, "ptxas info : Used %d registers", &registers); err == nil && arch == nvrtc.Arch(90) {
+							if most, limited := mostRegisters[kernel]; limited && registers > most {
+								t.Errorf("%s has %d registers, at most %d wanted", kernel, registers, most)
+							}
 						}
 						if line != "" && !strings.HasPrefix(line, "ptxas info ") {
 							t.Errorf("the compiler says: %s", line)
@@ -95,6 +113,20 @@ func TestCompile(t *testing.T) {
 						}
 					}
 					t.Logf("%d bytes in %v", len(cubin), time.Since(start).Round(time.Millisecond))
+					if arch != nvrtc.Arch(90) {
+						return
+					}
+					cubin[6], cubin[20] = 1, 1 // CUDA has versions of its own, which debug/elf rejects
+					code, err := elf.NewFile(bytes.NewReader(cubin))
+					if err != nil {
+						t.Fatal(err)
+					}
+					for _, k := range table {
+						most, limited := mostCode[k.name]
+						if s := code.Section(".text." + k.name); limited && k.file == file && s.Size > most {
+							t.Errorf("%s has %d bytes of instructions, at most %d wanted", k.name, s.Size, most)
+						}
+					}
 				})
 			}
 		}
