@@ -8,7 +8,8 @@ The recording is CUPTI's (activity.c, put into the process by CUDA_INJECTION64_P
 kernel and copy began and ended on the device. A step begins with the kernel embed on the stream that
 has most kernels; decode steps are those with the commonest grid of it, and of these the ones with as
 many kernels as most have, as the recording of one may be cut off. What lies between the last kernel
-of a step and the next step's embed is between steps, all else within.
+of a step and the next step's embed is between steps, all else within. The last table is the critical path of a layer: how
+long after the kernel before has ended each one ends.
 """
 
 import collections
@@ -18,6 +19,7 @@ import os
 import pathlib
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import sysconfig
@@ -119,6 +121,45 @@ def gaps_of(step):
     return within, idle
 
 
+def layer_of(names):
+    """The kernels of a layer, as (first, number of them, layers): the shortest sequence that most of a step repeats."""
+    for period in range(2, len(names) // 3 + 1):
+        same = [a == b for a, b in zip(names, names[period:])]
+        first = best = 0
+        at = 0
+        while at < len(same):
+            end = at
+            while end < len(same) and same[end]:
+                end += 1
+            if end - at > best:
+                first, best = at, end - at
+            at = end + 1
+        if best + period > len(names) / 2:
+            return first, period, (best + period) // period
+    return None
+
+
+def critical_path(steps):
+    """For each kernel of a layer: its name, and how long after the one before it ended it ends (median and mean over layers and
+    steps) and begins (median), in us. The first layer is left out. Empty where steps differ, or repeat nothing."""
+    steps = [[r for r in s[:-1] if r[2] == "kernel"] for s in steps]
+    names = [r[4] for r in steps[0]]
+    steps = [s for s in steps if [r[4] for r in s] == names]
+    layer = layer_of(names)
+    if not layer:
+        return []
+    first, period, layers = layer
+    rows = []
+    for at in range(first, first + period):
+        ends, begins = [], []
+        for i in range(at + period, at + layers * period, period):
+            for s in steps:
+                ends.append((s[i][1] - s[i - 1][1]) / 1e3)
+                begins.append((s[i][0] - s[i - 1][1]) / 1e3)
+        rows.append((names[at], statistics.median(ends), sum(ends) / len(ends), statistics.median(begins)))
+    return rows
+
+
 def show(path):
     steps, dropped = decode_steps(path)
     if not steps:
@@ -148,6 +189,11 @@ def show(path):
     print("\n| behind | before | gaps a step | mean, us | most, us |\n|---|---|---|---|---|")
     for (before, after), g in sorted(pairs.items(), key=lambda p: -sum(p[1]))[:20]:
         print(f"| {before} | {after} | {len(g) / count:.1f} | {sum(g) / len(g) / 1e3:.2f} | {max(g) / 1e3:.2f} |")
+    if rows := critical_path(steps):
+        print("\n| kernel of a layer | ends behind the one before, us | mean | begins |\n|---|---|---|---|")
+        for name, end, mean, begin in rows:
+            print(f"| {name} | {end:.2f} | {mean:.2f} | {begin:.2f} |")
+        print(f"| sum | {sum(r[1] for r in rows):.2f} | {sum(r[2] for r in rows):.2f} | |")
 
 
 if __name__ == "__main__":

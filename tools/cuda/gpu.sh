@@ -60,7 +60,7 @@
 #   sanitize      compute-sanitizer over the kernels' small shapes
 #   beside        moeserve compared with transformers: BESIDE are arguments for beside.py (--cells, --budget, --resume …),
 #                 BESIDE_OUT is the file of results
-#   gaps          how long the GPU is idle between the kernels of a decode step: GAPS are models
+#   gaps          how long the GPU is idle between the kernels of a decode step, and the critical path of a layer: GAPS are models
 #   layout        decode attention over KV blocks that hold all layers, compared with an array per layer; 72 GiB of GPU memory
 #   kvcopy        copies of 1,000 scattered blocks from 4 KiB to 16 MiB between host, GPU and, with two GPUs, peer: queued, batched,
 #                 and by a kernel; 8 GiB of each memory

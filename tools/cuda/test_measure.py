@@ -130,6 +130,24 @@ class Gaps(unittest.TestCase):
         steps, _ = self.steps(self.recording(cut=True))
         self.assertEqual(len(steps), 2)
 
+    def test_critical_path(self):
+        # Steps of four layers: b begins before a has ended, and takes longer in one layer of one step.
+        def step(slow):
+            records, at = [(0, 500, "kernel", 8, "embed")], 500
+            for layer in range(4):
+                records += [(at + 100, at + 1000, "kernel", 9, "a"), (at + 800, at + 3000 + slow * (layer == 2), "kernel", 9, "b")]
+                at = records[-1][1]
+            return [*records, (at, at + 200, "copy", 1, "copy of kind 2"), (at + 300, at + 400, "kernel", 8, "embed")]
+
+        self.assertEqual(gaps.layer_of(["embed", *"abababab"]), (1, 2, 4))
+        self.assertIsNone(gaps.layer_of(list("abcdefgh")))
+        rows = gaps.critical_path([step(0), step(600)])
+        self.assertEqual([(name, begin) for name, _, _, begin in rows], [("a", 0.1), ("b", -0.2)])
+        self.assertAlmostEqual(rows[0][1], 1.0)
+        self.assertAlmostEqual(rows[1][1], 2.0)
+        self.assertAlmostEqual(rows[1][2], 2.1)  # six, one of which takes 0.6 us longer
+        self.assertEqual(gaps.critical_path([[(0, 1, "kernel", 8, n) for n in "abcdefgh"]]), [])
+
     def test_build(self):
         try:
             gaps.cupti()
