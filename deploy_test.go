@@ -424,8 +424,13 @@ func TestGoInstall(t *testing.T) {
 	}
 	var files []zip.File
 	for name := range strings.SplitSeq(strings.TrimSuffix(string(list), "\x00"), "\x00") {
-		if _, err := os.Lstat(name); err == nil {
-			files = append(files, inRepository(name))
+		f, err := os.Lstat(name)
+		if err != nil {
+			continue
+		}
+		files = append(files, inRepository(name))
+		if f.Size() > mostFileBytes {
+			t.Errorf("%s is committed and has %d bytes, at most %d wanted: every clone has them", name, f.Size(), mostFileBytes)
 		}
 	}
 	checked, err := zip.CheckFiles(files)
@@ -439,6 +444,9 @@ func TestGoInstall(t *testing.T) {
 		t.Errorf("%s is left out of the module: %v", o.Path, o.Err)
 	}
 }
+
+// mostFileBytes of a committed file. The built-in model, the largest, has 7.6 MB.
+const mostFileBytes = 8 << 20
 
 // inRepository is a file of the repository.
 type inRepository string

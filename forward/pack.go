@@ -28,7 +28,7 @@ type AttentionMetadata struct {
 	// AttendedTokens are as in kernels.Attention.
 	MaxContext, MaxSeqTokens     int
 	CachedTokens, AttendedTokens int64
-	// PastReady is as in kernels.Attention: other tokens of these sequences are not in the same step.
+	// PastReady is as in kernels.Attention: no earlier micro-batch of the step has tokens of these sequences.
 	PastReady bool
 
 	Slots       kernels.Tensor // [N] I32

@@ -31,14 +31,18 @@ func TestPastReady(t *testing.T) {
 			batches := newBatcher(&o, func() forward.HostBatch { return forward.NewHostBatch(c, l) })
 			kv, err := kvcache.NewManager(kvcache.ManagerOptions{Blocks: 64, BlockTokens: block})
 			check(t, err)
-			step, total := &Step{}, 0
-			for _, n := range test.tokens {
-				table := kv.NewTable()
-				reserve(t, table, context+n)
-				step.Sequences = append(step.Sequences, Sequence{Tokens: make([]int32, n), Start: context, Table: table, LogitRows: 1})
-				total += n
+			split := func(tokens ...int) {
+				step, total := &Step{}, 0
+				for _, n := range tokens {
+					table := kv.NewTable()
+					reserve(t, table, context+n)
+					step.Sequences = append(step.Sequences, Sequence{Tokens: make([]int32, n), Start: context, Table: table, LogitRows: 1})
+					total += n
+				}
+				check(t, batches.split(step, total, &Shape{MicroBatches: 2}))
 			}
-			check(t, batches.split(step, total, &Shape{MicroBatches: 2}))
+			split(8) // is cut, which must not count for the next step
+			split(test.tokens...)
 			if len(batches.used()) != len(test.want) {
 				t.Fatalf("%d micro-batches, want %d", len(batches.used()), len(test.want))
 			}

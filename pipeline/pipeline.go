@@ -64,6 +64,8 @@ type (
 
 // Step is a batch of tokens that runs as one.
 type Step struct {
+	// Sequences of which none attends to keys or values that another one of the step writes: attention may read those before the
+	// step's own tokens early.
 	Sequences []Sequence
 	// Logits requests the logits; it needs Options.HostLogits.
 	Logits bool

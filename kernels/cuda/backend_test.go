@@ -576,6 +576,66 @@ func TestLogitsChoice(t *testing.T) {
 	}
 }
 
+// TestNormChoice holds which kernel norms rows.
+func TestNormChoice(t *testing.T) {
+	norm := func(rows, d int, edit func(*kernels.Norm)) *kernels.Norm {
+		o := &kernels.Norm{X: at(1, tensor(kernels.BF16, rows, d)), Residual: at(2, tensor(kernels.BF16, rows, d)), Weight: at(3, tensor(kernels.BF16, d)), Out: at(4, tensor(kernels.BF16, rows, d))}
+		if edit != nil {
+			edit(o)
+		}
+		return o
+	}
+	for _, test := range []struct {
+		name string
+		op   *kernels.Norm
+		want string
+	}{
+		{"one row", norm(1, 2048, nil), "norm_few_256"},
+		{"one short row", norm(1, 72, nil), "norm_few_256"},
+		{"a row each", norm(132, 4096, nil), "norm_few_512"},
+		{"more rows than multiprocessors", norm(133, 2048, nil), "norm_256"},
+		{"more long ones", norm(133, 4096, nil), "norm_256_2"},
+		{"longer rows", norm(1, 4104, nil), "norm_512_3"},
+		{"70 elements", norm(1, 70, nil), "norm_head"},
+		{"float32 weights", norm(1, 2048, func(o *kernels.Norm) { o.Weight = at(3, tensor(kernels.F32, 2048)) }), "norm_256"},
+		{"a bias", norm(1, 4096, func(o *kernels.Norm) { o.Bias = at(5, tensor(kernels.BF16, 4096)) }), "norm_512"},
+		{"LayerNorm", norm(1, 2048, func(o *kernels.Norm) { o.Kind = kernels.Layer }), "norm_256"},
+		{"not aligned", norm(1, 2048, func(o *kernels.Norm) { o.Residual.Addr += 2 }), "norm_256"},
+		{"heads", norm(1, 128, func(o *kernels.Norm) {
+			o.X, o.Residual, o.Out = at(1, tensor(kernels.BF16, 1, 4, 128)), kernels.Tensor{}, at(4, tensor(kernels.BF16, 1, 4, 128))
+		}), "norm_head"},
+	} {
+		r, b, s := list(t, Options{})
+		if err := b.Enqueue(s, test.op); err != nil {
+			t.Errorf("%s: %v", test.name, err)
+		}
+		if r.names() != test.want {
+			t.Errorf("%s: kernels %q, want %s", test.name, r.names(), test.want)
+		}
+	}
+}
+
+// TestGatedChoice holds which kernel reads the weights of a gated MLP.
+func TestGatedChoice(t *testing.T) {
+	for _, test := range []struct {
+		columns, inner int
+		want           string
+	}{
+		{5632, 2048, "few_rows_gated_once_5"},
+		{20480, 3584, "few_rows_gated_5"}, // 80 loads a block
+	} {
+		r, b, s := list(t, Options{})
+		b.largeSmem = true
+		op := kernels.GatedMatMul{X: at(1, tensor(kernels.BF16, 1, test.inner)), W: at(2, tensor(kernels.BF16, 2*test.columns, test.inner)), Out: at(3, tensor(kernels.BF16, 1, 2*test.columns))}
+		if err := b.Enqueue(s, &op); err != nil {
+			t.Fatal(err)
+		}
+		if r.names() != test.want || r.grids[0].x != 132 || r.grids[0].shared != 160<<10 {
+			t.Errorf("%+v: kernels %q, %v", test, r.names(), r.grids)
+		}
+	}
+}
+
 // combiningNorm combines k outputs of experts a row.
 func combiningNorm(rows, k, hidden int) *kernels.CombineNorm {
 	return &kernels.CombineNorm{

@@ -399,13 +399,18 @@ func TestEmulatedTiles(t *testing.T) {
 // TestEmulatedLayers runs layers whose kernels find what those in front write only once
 // they have waited, on sequences here and there in turn: all bits are as without.
 func TestEmulatedLayers(t *testing.T) {
-	for _, hopper := range []bool{false, true} {
+	for i, hopper := range []bool{false, true, true} {
 		m, b, s := emulate(t, Options{}, 3)
 		b.hopper, b.largeSmem = hopper, hopper
+		model := &benchModel{"small", 128, 4, 2, 32, 64, 4, 2, 64, kernels.SoftmaxRenorm}
+		if i == 2 { // attention_128_wide and rope_append_kv_few
+			b.multiprocessors = 60
+			model = &benchModel{"heads of 128", 128, 4, 2, 128, 64, 4, 2, 64, kernels.SoftmaxRenorm}
+		}
 		r := b.run.(*simtRunner)
 		r.work = b.work.Range(0, 1<<16)
 		x := &bench{TB: t, m: m, b: b, s: s, random: rand.New(rand.NewPCG(1, 2)), exponent: 9}
-		d := x.decoder(&benchModel{"small", 128, 4, 2, 32, 64, 4, 2, 64, kernels.SoftmaxRenorm}, 2, 5, 300)
+		d := x.decoder(model, 2, 5, 300)
 		size := d.hidden.Bytes()
 		in := x.act(5, 128)
 		host, err := m.Alloc(device.Host, size, "hidden")
@@ -427,11 +432,11 @@ func TestEmulatedLayers(t *testing.T) {
 			want[i] = run(b, i)
 		}
 		if bytes.Equal(want[0], want[1]) {
-			t.Errorf("sm_90a %v: here and there are the same", hopper)
+			t.Errorf("%s, sm_90a %v: here and there are the same", model.name, hopper)
 		}
 		for i := range 4 {
 			if !bytes.Equal(run(overlapping{b, r}, i%2), want[i%2]) {
-				t.Errorf("sm_90a %v, turn %d: kernels that overlap give other bits", hopper, i)
+				t.Errorf("%s, sm_90a %v, turn %d: kernels that overlap give other bits", model.name, hopper, i)
 			}
 			r.op = nil
 		}

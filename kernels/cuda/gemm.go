@@ -108,8 +108,8 @@ const (
 	skinnyThreads                   = 512
 	// skinnyStageBytes is one stage of a block of few_rows: 64 bytes per thread.
 	skinnyStageBytes = 64 * skinnyThreads
-	// skinnyLoads are the loads of a block up to which its weights are read by few_rows_4. Its L2 policy makes long reads slower:
-	// those of Qwen3's LM head took 10 % longer.
+	// skinnyLoads are the loads of a block up to which few_rows_4 or few_rows_gated_once_5 reads its weights. Their L2 policy makes
+	// long reads slower: those of Qwen3's LM head took 10 % longer.
 	skinnyLoads = 16
 	// skinnyStageElements of each of 16 weight rows are in a stage.
 	skinnyStageElements = skinnyStageBytes / 2 / 16
@@ -136,13 +136,21 @@ func (l *streamState) gatedMatmul(o *kernels.GatedMatMul) error {
 		}
 		return l.siluMul(&silu)
 	}
-	k, stages := fewRowsGated2, 2
+	k, g := fewRowsGated2, grid{x: min(ceil(columns, 8), l.b.multiprocessors), threads: skinnyThreads, shared: 2 * skinnyStageBytes}
 	if l.b.largeSmem {
-		k, stages = fewRowsGated5, 5
+		k, g.shared = fewRowsGatedOnce5, 5*skinnyStageBytes
+		if skinnyLoadsOf(columns, 8, g.x, o.X.Shape[1]) > skinnyLoads {
+			k = fewRowsGated5
+		}
 	}
 	a := fewArguments(&product, false)
 	a.columns = int32(columns)
-	return launch(l, o.Name(), k, grid{x: min(ceil(columns, 8), l.b.multiprocessors), threads: skinnyThreads, shared: stages * skinnyStageBytes}, &a)
+	return launch(l, o.Name(), k, g, &a)
+}
+
+// skinnyLoadsOf is the number of stages that a block of few_rows loads, with that many columns a tile.
+func skinnyLoadsOf(columns, tile, blocks, inner int) int {
+	return ceil(ceil(columns, tile), blocks) * ceil(inner, skinnyStageElements)
 }
 
 // skinnyGEMM enqueues a GEMM with few columns or few rows.
@@ -156,7 +164,7 @@ func (l *streamState) skinnyGEMM(o *kernels.MatMul, outFloat bool) error {
 		if l.b.largeSmem {
 			// A block has no memory for stages that it does not use, so that it finds room beside one of attention, and
 			// loads while that runs.
-			loads := ceil(ceil(columns, 16), g.x) * ceil(o.X.Shape[1], skinnyStageElements)
+			loads := skinnyLoadsOf(columns, 16, g.x, o.X.Shape[1])
 			k, g.shared = fewRows4, min(loads, 4)*skinnyStageBytes
 			if loads > skinnyLoads {
 				k, g.shared = fewRows5, 5*skinnyStageBytes

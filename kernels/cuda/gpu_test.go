@@ -11,6 +11,7 @@ import (
 	"flag"
 	"fmt"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -84,7 +85,7 @@ func TestCompile(t *testing.T) {
 					if err != nil {
 						t.Fatal(err)
 					}
-					kernel := ""
+					kernel, counted := "", map[string]bool{}
 					for line := range strings.Lines(log) {
 						line = strings.TrimSpace(line)
 						frame, spilled := 0, 0
@@ -99,6 +100,7 @@ func TestCompile(t *testing.T) {
 						}
 						registers := 0
 						if _, err := fmt.Sscanf(line, "ptxas info : Used %d registers", &registers); err == nil && arch == nvrtc.Arch(90) {
+							counted[kernel] = true
 							if most, limited := mostRegisters[kernel]; limited && registers > most {
 								t.Errorf("%s has %d registers, at most %d wanted", kernel, registers, most)
 							}
@@ -122,6 +124,9 @@ func TestCompile(t *testing.T) {
 						t.Fatal(err)
 					}
 					for _, k := range table {
+						if k.file == file && !counted[k.name] {
+							t.Errorf("the compiler does not say how many registers %s has", k.name)
+						}
 						most, limited := mostCode[k.name]
 						if s := code.Section(".text." + k.name); limited && k.file == file && s.Size > most {
 							t.Errorf("%s has %d bytes of instructions, at most %d wanted", k.name, s.Size, most)
@@ -129,6 +134,20 @@ func TestCompile(t *testing.T) {
 					}
 				})
 			}
+		}
+	}
+}
+
+// TestLimitsOfKernels holds limits to kernels that exist.
+func TestLimitsOfKernels(t *testing.T) {
+	for name := range mostCode {
+		if !slices.ContainsFunc(table, func(k kernel) bool { return k.name == name }) {
+			t.Errorf("no kernel %s, whose code is limited", name)
+		}
+	}
+	for name := range mostRegisters {
+		if !slices.ContainsFunc(table, func(k kernel) bool { return k.name == name }) {
+			t.Errorf("no kernel %s, whose registers are limited", name)
 		}
 	}
 }

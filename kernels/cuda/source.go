@@ -32,7 +32,7 @@ func source(file string) string {
 const hopper = "sm_90a"
 
 // onlyFor has the units, and single kernels, that are built for one architecture only.
-var onlyFor = map[string]string{"expert.cu": hopper, "dense.cu": hopper, "prompt.cu": hopper, "few_rows_4": hopper, "few_rows_5": hopper, "few_rows_gated_5": hopper, "attention_128_wide": hopper}
+var onlyFor = map[string]string{"expert.cu": hopper, "dense.cu": hopper, "prompt.cu": hopper, "few_rows_4": hopper, "few_rows_5": hopper, "few_rows_gated_5": hopper, "few_rows_gated_once_5": hopper, "attention_128_wide": hopper}
 
 // kernel is one __global__ function.
 type kernel struct {
@@ -96,6 +96,7 @@ const (
 	fewRows5
 	fewRowsGated2
 	fewRowsGated5
+	fewRowsGatedOnce5
 	copyBlocksKernel
 	copySmallKernel
 	addRowsKernel
@@ -162,6 +163,7 @@ var table = func() []kernel {
 		{"few.cu", "few_rows_5", 5 * skinnyStageBytes},
 		{"few.cu", "few_rows_gated_2", 2 * skinnyStageBytes},
 		{"few.cu", "few_rows_gated_5", 5 * skinnyStageBytes},
+		{"few.cu", "few_rows_gated_once_5", 5 * skinnyStageBytes},
 		{"copy.cu", "copy_blocks", 0},
 		{"copy.cu", "copy_small", 0},
 		{"copy.cu", "add_rows", 0},

@@ -213,6 +213,10 @@ func testAttention(r *rig) {
 		{7, 1, 128, 16, 0, []sequence{{150, 40}, {20, 3}}},
 		{4, 2, 128, 24, 0, []sequence{{290, 30}, {25, 1}}}, // whose blocks have no power of two of tokens
 		{4, 2, 128, 16, 0, slices.Repeat([]sequence{{1, 1}, {33, 2}, {5, 0}, {20, 20}}, 10)},
+		// Few tokens of few sequences, for which some devices have own kernels: a chunk and its parts, several, and windows.
+		{8, 4, 128, 16, 0, []sequence{{97, 1}, {65, 2}, {1, 1}}},
+		{4, 1, 128, 16, 0, []sequence{{260, 1}, {511, 2}, {700, 1}}},
+		{4, 1, 128, 16, 100, []sequence{{300, 2}, {99, 1}, {101, 1}}},
 	}
 	if r.o.Full {
 		batch := []sequence{{93, 1}, {1030, 1}, {513, 2}, {64, 64}}
@@ -226,18 +230,23 @@ func testAttention(r *rig) {
 	}
 	for i, s := range shapes {
 		r.run(fmt.Sprintf("%+v", s), func(r *rig) {
-			testAttentionShape(r, s, func(n int) tensor { return r.rows(i%2 == 0, "Q", r.act, n, s.heads, s.d) }, i%2 != 0)
+			q := func(n int) tensor { return r.rows(i%2 == 0, "Q", r.act, n, s.heads, s.d) }
+			testAttentionShape(r, s, q, i%2 != 0, i%2 != 0)
+			if most := slices.MaxFunc(s.sequences, func(a, b sequence) int { return a.rows - b.rows }); s.d == 128 && most.rows <= 4 {
+				testAttentionShape(r, s, q, i%2 == 0, i%2 == 0)
+			}
 		})
 	}
 	r.run("rows of queries that are not aligned", func(r *rig) {
-		s := attentionShape{8, 2, 64, 16, 0, []sequence{{33, 20}, {1, 1}, {17, 2}}}
-		testAttentionShape(r, s, func(n int) tensor { return r.between(1, 2, "Q", r.act, n, s.heads, s.d) }, false)
+		for _, s := range []attentionShape{{8, 2, 64, 16, 0, []sequence{{33, 20}, {1, 1}, {17, 2}}}, {8, 2, 128, 16, 0, []sequence{{33, 2}, {1, 1}}}} {
+			testAttentionShape(r, s, func(n int) tensor { return r.between(1, 2, "Q", r.act, n, s.heads, s.d) }, false, s.d == 128)
+		}
 	})
 }
 
 // testAttentionShape gets queries for the given number of rows from newQ; gaps selects
-// gaps between the rows of the output, and keys and values that are there early.
-func testAttentionShape(r *rig, s attentionShape, newQ func(rows int) tensor, gaps bool) {
+// gaps between the rows of the output, early that keys and values of positions before are there early.
+func testAttentionShape(r *rig, s attentionShape, newQ func(rows int) tensor, gaps, early bool) {
 	starts, lens := []int{0}, []int(nil)
 	maxContext, maxRows, blocks := 0, 0, 3
 	for _, q := range s.sequences {
@@ -278,7 +287,7 @@ func testAttentionShape(r *rig, s attentionShape, newQ func(rows int) tensor, ga
 		Q: q.Tensor, CacheK: cache.k.Tensor, CacheV: cache.v.Tensor,
 		SeqStarts: r.ints("SeqStarts", starts...).Tensor, ContextLens: r.ints("ContextLens", lens...).Tensor,
 		BlockTable: blockTable.Tensor,
-		Window:     s.window, Scale: float32(1 / math.Sqrt(float64(s.d))), MaxContext: maxContext, MaxSeqTokens: maxRows, PastReady: gaps, Out: out.Tensor,
+		Window:     s.window, Scale: float32(1 / math.Sqrt(float64(s.d))), MaxContext: maxContext, MaxSeqTokens: maxRows, PastReady: early, Out: out.Tensor,
 	}
 	r.do(&op)
 

@@ -398,7 +398,7 @@ KERNEL(32 * wide_warps, 1) attention_128_wide(const attention_args a) {
   // First, before the preceding kernels have ended, what they do not write: keys and values of earlier steps, and
   // zeros for positions that nobody attends to. Then queries and the other positions. Loops are not unrolled, here and
   // below: with few sequences the kernel takes most of its time to bring its instructions.
-  int before = a.past_ready ? s.position : s.begin;
+  int before = a.past_ready ? s.position : s.begin;  // a sequence is one tile here: position is of its first token
 #pragma unroll 1
   for (int turn = 0; turn < 2; turn++) {
     int row = 0, last = some ? tile_tokens : 0;

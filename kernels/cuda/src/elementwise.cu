@@ -503,7 +503,6 @@ DEVICE void rope_append(const rope_append_kv_args &a) {
   u16 *cache_k = (u16 *)a.cache_k + block * a.ck_block + token * a.ck_token;
   u16 *cache_v = (u16 *)a.cache_v + block * a.cv_block + token * a.cv_token;
   int heads = a.q_heads + (kept ? 2 * a.k_heads : 0), at_once = 128 / lanes, step = gridDim.y * at_once;
-
   wait_dependencies();
 
   for (int from = blockIdx.y * at_once; from < heads; from += each * step) {

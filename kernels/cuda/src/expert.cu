@@ -277,15 +277,15 @@ DEVICE void expert(const expert_args &a, unsigned char *memory) {
 #define EXPERT(name, up)                                               \
   KERNEL(384, 1) name##_256(const __grid_constant__ expert_args a) {   \
     DYNAMIC_SHARED(memory);                                            \
-    expert<up, 2, 2, 160, 1, false>(a, memory);                               \
+    expert<up, 2, 2, 160, 1, false>(a, memory);                        \
   }                                                                    \
   KERNEL(256, 2) name##_64(const __grid_constant__ expert_args a) {    \
     DYNAMIC_SHARED(memory);                                            \
-    expert<up, 1, 1, 64, 2, true>(a, memory);                                \
+    expert<up, 1, 1, 64, 2, true>(a, memory);                          \
   }                                                                    \
   KERNEL(256, 1) name##_alone(const __grid_constant__ expert_args a) { \
     DYNAMIC_SHARED(memory);                                            \
-    expert<up, 1, 1, 64, 2, false>(a, memory);                                \
+    expert<up, 1, 1, 64, 2, false>(a, memory);                         \
   }
 
 EXPERT(expert_up, true)

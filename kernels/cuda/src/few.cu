@@ -91,7 +91,7 @@ KERNEL(512, 1) few_columns_64(const few_args a) { few_columns<8>(a); }
 // stages of its own, so the block synchronizes only for the sum of a tile, and copies run ahead
 // across tiles. The first copies start before the preceding kernels end, which do not write
 // weights. gated: W has a.columns rows of gate, then as many of up, of which a tile has eight
-// each, and Out is silu(gate) up of both in their 16-bit form.
+// each, and Out is silu(gate) up of both in their 16-bit form. once: weights need not stay in L2.
 template <int stages, bool gated, bool once>
 DEVICE void few_rows(const few_args &a, unsigned char *memory) {
   __shared__ float parts[2][few_warps][8][20];  // of this tile and the previous one; 20: eight rows are in different banks
@@ -185,6 +185,12 @@ KERNEL(512, 1) few_rows_gated_2(const few_args a) {
 }
 
 KERNEL(512, 2) few_rows_gated_5(const few_args a) {
+  DYNAMIC_SHARED(memory);
+  few_rows<5, true, false>(a, memory);
+}
+
+// For few tiles, as few_rows_4.
+KERNEL(512, 2) few_rows_gated_once_5(const few_args a) {
   DYNAMIC_SHARED(memory);
   few_rows<5, true, true>(a, memory);
 }
