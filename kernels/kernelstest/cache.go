@@ -229,19 +229,21 @@ func testAttention(r *rig) {
 		)
 	}
 	for i, s := range shapes {
-		r.run(fmt.Sprintf("%+v", s), func(r *rig) {
-			q := func(n int) tensor { return r.rows(i%2 == 0, "Q", r.act, n, s.heads, s.d) }
-			testAttentionShape(r, s, q, i%2 != 0, i%2 != 0)
-			if most := slices.MaxFunc(s.sequences, func(a, b sequence) int { return a.rows - b.rows }); s.d == 128 && most.rows <= 4 {
-				testAttentionShape(r, s, q, i%2 == 0, i%2 == 0)
-			}
+		test := func(name string, gaps bool) {
+			r.run(fmt.Sprintf("%+v%s", s, name), func(r *rig) {
+				testAttentionShape(r, s, func(n int) tensor { return r.rows(!gaps, "Q", r.act, n, s.heads, s.d) }, gaps, gaps)
+			})
+		}
+		test("", i%2 != 0)
+		if most := slices.MaxFunc(s.sequences, func(a, b sequence) int { return a.rows - b.rows }); s.d == 128 && most.rows <= 4 {
+			test(" otherwise", i%2 == 0)
+		}
+	}
+	for _, s := range []attentionShape{{8, 2, 64, 16, 0, []sequence{{33, 20}, {1, 1}, {17, 2}}}, {8, 2, 128, 16, 0, []sequence{{33, 2}, {1, 1}}}} {
+		r.run(fmt.Sprintf("rows of queries that are not aligned, of %d", s.d), func(r *rig) {
+			testAttentionShape(r, s, func(n int) tensor { return r.between(1, 2, "Q", r.act, n, s.heads, s.d) }, false, s.d == 128)
 		})
 	}
-	r.run("rows of queries that are not aligned", func(r *rig) {
-		for _, s := range []attentionShape{{8, 2, 64, 16, 0, []sequence{{33, 20}, {1, 1}, {17, 2}}}, {8, 2, 128, 16, 0, []sequence{{33, 2}, {1, 1}}}} {
-			testAttentionShape(r, s, func(n int) tensor { return r.between(1, 2, "Q", r.act, n, s.heads, s.d) }, false, s.d == 128)
-		}
-	})
 }
 
 // testAttentionShape gets queries for the given number of rows from newQ; gaps selects
