@@ -174,9 +174,9 @@ type Attention struct {
 	// if they are 0, every sequence is assumed to have MaxContext tokens, MaxSeqTokens of them
 	// in this step.
 	CachedTokens, AttendedTokens int64
-	// PastReady states that no operation since the last one that is not a launch (a copy, a wait) writes keys
-	// and values of positions before this step's tokens, so a kernel may read those before its
-	// predecessors end.
+	// PastReady states that no operation since the last one that begins only when all before it have ended, as a
+	// copy or a wait does, writes keys and values of positions before this step's tokens. So a kernel may read
+	// those before its predecessors end.
 	PastReady bool
 	Out       Tensor // [N, heads, D] act
 }

@@ -64,10 +64,11 @@ func (l *streamState) norm(o *kernels.Norm) error {
 	}
 	n := &norms[i]
 	k, g := n.kernel, grid{x: ceil(items, n.threads/n.perItem), threads: n.threads}
+	plain := l.b.plainNorm(o, &a)
 	switch {
-	case l.b.plainNorm(o, &a) && d > 8*256:
+	case plain && d > 8*256:
 		k, g = normFew512, grid{x: items, threads: 512}
-	case l.b.plainNorm(o, &a):
+	case plain:
 		k, g = normFew256, grid{x: items, threads: 256}
 	case k == norm256Times2 && items <= l.b.multiprocessors:
 		k, g.threads = norm512, 512 // the same sums, with more threads per row and fewer blocks

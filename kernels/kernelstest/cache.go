@@ -236,7 +236,7 @@ func testAttention(r *rig) {
 		}
 		test("", i%2 != 0)
 		if most := slices.MaxFunc(s.sequences, func(a, b sequence) int { return a.rows - b.rows }); s.d == 128 && most.rows <= 4 {
-			test(" otherwise", i%2 == 0)
+			test(fmt.Sprintf(", past ready: %v", i%2 == 0), i%2 == 0)
 		}
 	}
 	for _, s := range []attentionShape{{8, 2, 64, 16, 0, []sequence{{33, 20}, {1, 1}, {17, 2}}}, {8, 2, 128, 16, 0, []sequence{{33, 2}, {1, 1}}}} {

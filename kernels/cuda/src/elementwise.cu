@@ -65,11 +65,19 @@ DEVICE void store_part(u16 *row, i64 at, const uint4 &q, int n, bool aligned) {
     store_chunk(row + at, q);
 }
 
-// Prefetches the weights of a norm to L2; one block is enough.
-template <int threads>
-DEVICE void prefetch_weights(const norm_args &a) {
-  if (blockIdx.x == 0 && threadIdx.x < threads)
+// Brings the weights of a norm, which no kernel writes, before the wait. plain: to the thread that needs them; else to L2, for
+// which one block is enough.
+template <int threads, int each, bool plain>
+DEVICE void bring_weights(const norm_args &a, uint4 (&weight)[each]) {
+  if (plain) {
+#pragma unroll
+    for (int i = 0; i < each; i++) {
+      int at = ((int)threadIdx.x % threads + i * threads) * 8;
+      weight[i] = load_part<true>((const u16 *)a.weight, at, a.d - at, true);
+    }
+  } else if (blockIdx.x == 0 && threadIdx.x < threads) {
     for (int at = threadIdx.x * 8; at < a.d; at += threads * 8) prefetch((const char *)a.weight + at * (a.weight_type == f32_type ? 4 : 2));
+  }
 }
 
 // Norms one row of one head, which rows.load returns, plus the residual unless that is 0, with
@@ -145,16 +153,6 @@ DEVICE void norm_row(const norm_args &a, const Rows &rows, u16 *residual, u16 *o
   }
 }
 
-// Loads the weights of a thread of a plain norm, which no kernel writes, before the wait.
-template <int threads, int each>
-DEVICE void load_weights(const norm_args &a, uint4 (&weight)[each]) {
-#pragma unroll
-  for (int i = 0; i < each; i++) {
-    int at = ((int)threadIdx.x % threads + i * threads) * 8;
-    weight[i] = load_part<true>((const u16 *)a.weight, at, a.d - at, true);
-  }
-}
-
 // One row of one head in memory.
 struct stored_row {
   const u16 *x;
@@ -170,10 +168,7 @@ template <int threads, int block, int each, bool plain>
 DEVICE void norm_rows(const norm_args &a) {
   launch_dependents();
   uint4 weight[each];
-  if (plain)
-    load_weights<threads, each>(a, weight);
-  else
-    prefetch_weights<threads>(a);
+  bring_weights<threads, each, plain>(a, weight);
   wait_dependencies();
   i64 item = (i64)blockIdx.x * (block / threads) + threadIdx.x / threads;
   if (item >= a.items) return;  // whole warps exit, and only if a block has several items
@@ -331,10 +326,7 @@ template <int threads, int each, int at_once, bool plain>
 DEVICE void combine_norm(const combine_norm_args &a) {
   launch_dependents();
   uint4 weight[each];
-  if (plain)
-    load_weights<threads, each>(a.norm, weight);
-  else
-    prefetch_weights<threads>(a.norm);
+  bring_weights<threads, each, plain>(a.norm, weight);
   wait_dependencies();
   i64 row = blockIdx.x;
   combined_row<at_once> x = {a.combine, row};
