@@ -336,6 +336,8 @@ func (f *fetcher) start(position int, r *copyGroup, hostBytes int64, p transfer.
 	}
 	if len(f.pieces) > 0 {
 		if err := f.submit(position, main, mainCopy, r, 0, p); err != nil {
+			r.release()
+			f.readFailed(main, err)
 			return err
 		}
 		for k := range main.copies {
@@ -667,9 +669,17 @@ func (f *fetcher) clearFailed() (lost int) {
 				lost++
 			}
 		}
-		if c.from != device.Host && c.ticket != nil && f.peers.ReadFailed(c.copies, c.ticket.Err()) {
-			f.peerBackoff = max(f.peerBackoff, 1)
+		if c.ticket != nil {
+			f.readFailed(c, c.ticket.Err())
 		}
 	}
 	return lost
+}
+
+// readFailed reports that a copy of a peer's memory failed, or that its link is lost and refused it, as it
+// does where what was in flight was skipped when the peer was lost. The retry reads nothing of peers.
+func (f *fetcher) readFailed(c *fetch, err error) {
+	if c.from != device.Host && f.peers.ReadFailed(c.copies, err) {
+		f.peerBackoff = max(f.peerBackoff, 1)
+	}
 }

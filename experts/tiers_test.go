@@ -665,6 +665,44 @@ func TestSwapOfPrefetched(t *testing.T) {
 	r.steps(s, 1, true)
 }
 
+// TestRefusedByLostPeer: the transfer engine knows of a peer's loss, from a copy that the store does not miss
+// (as of one that was skipped), and refuses what the store would read there: one retry of the step is enough.
+func TestRefusedByLostPeer(t *testing.T) {
+	for seed := range uint64(4) {
+		r := newRig(t, small(rowMajor), machine(seed), 300)
+		r.lend()
+		s := r.open(Config{Placement: r.placed(1), CacheSlots: 6})
+		r.fill(s, 3)
+		r.promote(s, offloaded(s)...)
+		fence, err := r.m.NewFence("other")
+		r.ok(err)
+		dst, err := r.m.Alloc(device.HBM(0), 1, "other")
+		r.ok(err)
+		src, err := r.m.Alloc(device.HBM(1), 1, "other")
+		r.ok(err)
+		r.ok(r.m.Lose(1))
+		ticket, err := r.engine.Submit(transfer.Request{
+			Pieces: []transfer.Piece{{Dst: dst.Region(0, 1), Src: src.Region(0, 1)}}, Done: device.Point{Fence: fence, Value: 1},
+		})
+		if err == nil {
+			err = ticket.Wait(t.Context())
+		}
+		if !errors.Is(err, device.ErrLost) {
+			t.Fatalf("a copy from a lost peer: %v", err)
+		}
+		if _, err := r.step(s, true, 0); !errors.Is(err, device.ErrLost) {
+			t.Fatalf("a step that reads a lost peer: %v", err)
+		}
+		r.drop()
+		out, err := r.step(s, true, 0)
+		r.ok(err)
+		r.verify(out)
+		r.ok(dst.Free())
+		r.ok(src.Free())
+		r.ok(fence.Close())
+	}
+}
+
 func tiersOf(homes [][]Placed) [][]Tier {
 	where := make([][]Tier, len(homes))
 	for i := range homes {

@@ -61,7 +61,7 @@
 // with it the chunks behind it, which failed because of it: on the same link, but a relayed chunk
 // on the request's own. A chunk that fails a second time, or that the device refused, fails its
 // request; one that a relay failed or refused does not. A link whose device is lost fails every
-// request that only this link can carry. A relay, or one of its hops, is retired (Retire) by the
+// request that only this link can carry, those with chunks in flight once it has recovered. A relay, or one of its hops, is retired (Retire) by the
 // second failure within 256 chunks, or when its device is lost, and what it had taken goes back
 // to the requests' own links.
 //

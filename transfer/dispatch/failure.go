@@ -27,13 +27,15 @@ func (c *Core) chunkFailed(number, i int, as state, err error) {
 	c.advance(l)
 }
 
-// Recovered reports that a link can be used again. Errors that do not wrap device.ErrLost
-// are ignored.
+// Recovered reports that nothing of a link is in flight any more, and that it can be used again unless its
+// device is lost. Errors that do not wrap device.ErrLost are ignored.
 func (c *Core) Recovered(number int, err error) {
 	l := c.links[number]
 	l.recovering, l.broken = false, false
 	if errors.Is(err, device.ErrLost) {
 		c.loseLink(l, err)
+	}
+	if l.lost != nil {
 		c.advance(l)
 		return
 	}

@@ -368,13 +368,13 @@ func (l *link) inFlightSlot(i int) *slot {
 // advance dispatches chunks on a link, or recovers it, as its state allows.
 func (c *Core) advance(l *link) {
 	switch {
-	case l.lost != nil:
-		c.abandon(l)
-	case l.broken:
+	case l.broken: // also of a lost device, which may still execute part of what it refused
 		if !l.recovering && !slices.ContainsFunc(l.slots[:l.used], func(s slot) bool { return s.state == inFlight }) {
 			l.recovering = true
 			c.emit(Action{Kind: Recover, Link: l.number})
 		}
+	case l.lost != nil:
+		c.abandon(l)
 	case l.hop != nil:
 		c.dispatch(l.hop.relay.link)
 	default:

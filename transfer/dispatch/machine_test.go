@@ -57,6 +57,11 @@ type track struct {
 	flights []sent
 	// broken: the stream is in error, so what is launched fails.
 	broken, recovering, lost bool
+	// refused are requests of chunks that the device refused, of which it may execute a part until the link
+	// has recovered.
+	refused []*copied
+	// decided is how many launches were decided on before the device was lost, and are refused.
+	decided int
 	// ended is last of the request that has finished last.
 	ended int
 }
@@ -183,6 +188,9 @@ func (m *model) act() {
 			if c.inFlight > 0 || c.finished > 1 {
 				m.t.Fatalf("a request has finished with %d chunks in flight, for the time %d", c.inFlight, c.finished)
 			}
+			if slices.ContainsFunc(m.links, func(l *track) bool { return slices.Contains(l.refused, c) }) {
+				m.t.Fatal("a request has finished with a chunk that was refused, before its link has recovered")
+			}
 			ended = append(ended, c)
 		}
 	}
@@ -194,7 +202,7 @@ func (m *model) act() {
 func (m *model) launch(a Action) {
 	l, c := m.links[a.Link], a.Chunk.Request.Owner.(*copied)
 	switch {
-	case l.recovering || l.lost:
+	case l.recovering || l.lost && l.decided == 0:
 		m.t.Fatal("launched on a link that is being recovered, or lost")
 	case c.finished > 0:
 		m.t.Fatal("launched for a request that has finished")
@@ -221,10 +229,26 @@ func (m *model) launch(a Action) {
 			}
 		}
 	}
-	if rapid.IntRange(0, 19).Draw(m.t, "refuses") == 0 {
-		// The stream may be in error then, and fail what was launched together with this.
-		l.broken = l.broken || rapid.Bool().Draw(m.t, "breaks")
-		m.core.Refused(a.Link, a.Slot, errChunk)
+	if l.lost || rapid.IntRange(0, 19).Draw(m.t, "refuses") == 0 {
+		l.refused = append(l.refused, c)
+		switch {
+		case l.lost:
+			l.decided--
+			m.core.Refused(a.Link, a.Slot, device.ErrLost)
+		case rapid.IntRange(0, 7).Draw(m.t, "loses") == 0:
+			l.lost, l.broken = true, true
+			for _, s := range m.core.links[a.Link].slots {
+				if s.state == inFlight {
+					l.decided++
+				}
+			}
+			l.decided -= len(l.flights) + 1
+			m.core.Refused(a.Link, a.Slot, device.ErrLost)
+		default:
+			// The stream may be in error then, and fail what was launched together with this.
+			l.broken = l.broken || rapid.Bool().Draw(m.t, "breaks")
+			m.core.Refused(a.Link, a.Slot, errChunk)
+		}
 		return
 	}
 	c.inFlight++
@@ -324,7 +348,7 @@ func (m *model) recover(t *rapid.T) {
 
 func (m *model) recovered(i int) {
 	l := m.links[i]
-	l.recovering, l.broken = false, l.lost
+	l.recovering, l.broken, l.refused = false, l.lost, nil
 	err := errChunk
 	if l.lost {
 		err = device.ErrLost
