@@ -268,6 +268,7 @@ func TestParseErrors(t *testing.T) {
 		{"mixtral", map[string]any{"rope_scaling": map[string]any{"type": "llama3", "factor": 4, "low_freq_factor": 4, "high_freq_factor": 1}}, `field rope_scaling.high_freq_factor: 1: must be above low_freq_factor, 4`},
 		{"phimoe", map[string]any{"rope_scaling": map[string]any{"type": "linear", "factor": 4, "long_mscale": 1.2}}, `field rope_scaling.long_mscale: is of longrope, and the rope_type is linear`},
 		{"mixtral", map[string]any{"rope_parameters": map[string]any{"rope_type": "llama3", "rope_theta": 1}}, `field rope_parameters.factor: missing`},
+		{"mixtral", map[string]any{"rope_parameters": map[string]any{"rope_type": "default", "rope_theta": 1}, "rope_scaling": map[string]any{"type": "yarn"}}, `field rope_scaling.type: rope_parameters is there too, and says something else; remove one of them`},
 		{"mixtral", map[string]any{"rope_scaling": 3}, `field rope_scaling: 3: must be an object`},
 		{"phimoe", map[string]any{"attention_bias": modelstest.Absent{}}, `field attention_bias: missing`},
 		{"phimoe", map[string]any{"lm_head_bias": modelstest.Absent{}}, `field lm_head_bias: missing`},

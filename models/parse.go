@@ -7,8 +7,10 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"maps"
 	"math"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strings"
 
@@ -574,6 +576,14 @@ func (r *reader) rope(c *Config) RoPE {
 	top, field := r, "rope_scaling"
 	if r.has("rope_parameters") {
 		field = "rope_parameters"
+		var older, newer map[string]any
+		if r.has("rope_scaling") && r.decode("rope_scaling", &older, "an object") && r.decode(field, &newer, "an object") {
+			for _, name := range slices.Sorted(maps.Keys(older)) {
+				if v := older[name]; v != nil && !reflect.DeepEqual(v, newer[name]) && !(name == "type" && reflect.DeepEqual(v, newer["rope_type"])) {
+					r.fail("rope_scaling."+name, "rope_parameters is there too, and says something else; remove one of them")
+				}
+			}
+		}
 	}
 	in := &reader{source: r.source, prefix: field + ".", fields: map[string]json.RawMessage{}}
 	if r.has(field) {

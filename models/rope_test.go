@@ -2,6 +2,7 @@ package models
 
 import (
 	"encoding/json"
+	"maps"
 	"math"
 	"os"
 	"path/filepath"
@@ -39,13 +40,12 @@ func TestRoPE(t *testing.T) {
 		if c.Original != nil {
 			edit["original_max_position_embeddings"] = *c.Original
 		}
-		older := map[string]any{}
-		for k, v := range edit {
-			older[k] = v
-		}
+		older := maps.Clone(edit)
 		older["rope_parameters"], older["rope_theta"], older["rope_scaling"] = modelstest.Absent{}, c.Theta, modelstest.With(modelstest.With(c.RoPE, "type", c.RoPE["rope_type"]), "rope_type", nil)
+		both := maps.Clone(edit)
+		both["rope_scaling"] = older["rope_scaling"]
 		for _, a := range architectures {
-			for spelling, edit := range map[string]map[string]any{"newer": edit, "older": older} {
+			for spelling, edit := range map[string]map[string]any{"newer": edit, "older": older, "both": both} {
 				got, err := ParseConfig(modelstest.Config(a.kind, edit), "config.json")
 				if err != nil {
 					t.Errorf("%s, %v, %s: %v", a.kind, c.RoPE, spelling, err)

@@ -12,7 +12,9 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/harvest/reclaim"
+	"github.com/moeserve/moeserve/node/fault"
 	"github.com/moeserve/moeserve/node/observe"
+	"github.com/moeserve/moeserve/node/sizing"
 )
 
 // lender releases borrowed memory for other processes that ask for it.
@@ -77,6 +79,12 @@ func (l *lender) Reclaim(ctx context.Context, ask reclaim.Request) (reclaim.Answ
 	a.TookMS = float64(l.machine.Now()-begin) / float64(time.Millisecond)
 	b, err := l.balance(s)
 	a.Free, a.Borrowed = b.Free, b.Held
+	if err == nil && a.Free < ask.Bytes && a.Late == "" {
+		a.Late = "this process has borrowed no more of it"
+		if u, err := l.machine.Usage(s); err == nil && ask.Bytes > u.Capacity {
+			a.Late = "the GPU has " + sizing.Bytes(u.Capacity) + " in all"
+		}
+	}
 	return a, err
 }
 
@@ -117,6 +125,9 @@ func (n *Node) openNeighbors(u *setup) error {
 		return nil
 	}
 	l, err := reclaim.Listen(dir, reclaim.Handler(n.lender), u.o.Log)
+	if err != nil && dir != reclaim.Dir() {
+		return fault.Of(fault.ErrConfig, fmt.Errorf("--runtime-dir is %q: %w; make the directory, or set none", dir, err))
+	}
 	if err != nil {
 		// It serves all the same; neighbors get what is free, and the headroom.
 		u.o.Log.Warn("neighbors cannot ask for borrowed memory", "err", err)

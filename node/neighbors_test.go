@@ -22,6 +22,7 @@ import (
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/harvest/reclaim"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/fault"
 )
 
 // stubUUID is what testdata/preload/cuda.c says of its GPU.
@@ -90,8 +91,21 @@ func TestNeighborAsks(t *testing.T) {
 	}
 	// More than there is: what there is, and who asks learns that it is not enough.
 	r, err = c.Reclaim(t.Context(), reclaim.Request{Device: "1", Bytes: 1 << 30, Within: time.Minute})
-	if err != nil || r.Met(1<<30) || r.Borrowed != 0 || r.Free != 4<<20-need {
+	if err != nil || r.Met(1<<30) || r.Borrowed != 0 || r.Free != 4<<20-need || r.Late != "the GPU has 4.00 MiB in all" {
 		t.Errorf("more than there is: %+v, %v", r, err)
+	}
+}
+
+// TestNoSocket: a directory that was named and cannot hold a socket is an error of the configuration.
+func TestNoSocket(t *testing.T) {
+	s := configs.Defaults()
+	s.Offload.Fraction, s.Batch.MaxNumBatchedTokens = 0.5, 192
+	n, err := node.Open(t.Context(), node.Options{Settings: s, RuntimeDir: filepath.Join(t.TempDir(), "missing")})
+	if err == nil {
+		err = n.Close()
+	}
+	if !errors.Is(err, fault.ErrConfig) || !strings.Contains(err.Error(), `missing": reclaim: listen to neighbors`) {
+		t.Errorf("%v", err)
 	}
 }
 

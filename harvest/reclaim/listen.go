@@ -79,8 +79,11 @@ func Listen(dir string, h http.Handler, log *slog.Logger) (*Listener, error) {
 	for try := 0; try < 3 && errors.Is(err, fs.ErrNotExist); try++ {
 		at, path, err = open(dir)
 	}
-	if err != nil {
+	switch {
+	case err != nil && dir == Dir():
 		return nil, fmt.Errorf("reclaim: listen to neighbors: %w; set --runtime-dir", err)
+	case err != nil:
+		return nil, fmt.Errorf("reclaim: listen to neighbors: %w", err)
 	}
 	removeDead(dir, log)
 	l := &Listener{path: path, served: make(chan error, 1), server: &http.Server{

@@ -57,7 +57,13 @@ func (r Request) MarshalJSON() ([]byte, error) {
 // UnmarshalJSON implements json.Unmarshaler: the device is a number or a text.
 func (r *Request) UnmarshalJSON(text []byte) error {
 	var j requestJSON
-	if err := json.Unmarshal(text, &j); err != nil {
+	var kind *json.UnmarshalTypeError
+	switch err := json.Unmarshal(text, &j); {
+	case errors.As(err, &kind) && kind.Field == "":
+		return errors.New(`the body must be an object, as {"device": 1, "bytes": 1073741824}`)
+	case errors.As(err, &kind):
+		return fmt.Errorf("%s is a %s: must be a whole number", kind.Field, kind.Value)
+	case err != nil:
 		return err
 	}
 	*r = Request{Bytes: j.Bytes}
@@ -174,13 +180,22 @@ func Handler(l Lender) http.Handler {
 // failure has the shape of the API's errors.
 type failure struct {
 	Error struct {
-		Message string `json:"message"`
+		Message string  `json:"message"`
+		Type    string  `json:"type"`
+		Param   *string `json:"param"`
+		Code    *string `json:"code"`
 	} `json:"error"`
 }
 
 func fail(w http.ResponseWriter, status int, err error) {
 	var f failure
-	f.Error.Message = untrusted.Line(err.Error())
+	f.Error.Message, f.Error.Type = untrusted.Line(err.Error()), "invalid_request_error"
+	switch status {
+	case http.StatusTooManyRequests:
+		f.Error.Type = "rate_limit_error"
+	case http.StatusServiceUnavailable:
+		f.Error.Type = "service_unavailable"
+	}
 	reply(w, status, f)
 }
 

@@ -146,7 +146,7 @@ func Open(o Options) (_ *Devices, err error) {
 	if err != nil {
 		return nil, fault.Of(fault.ErrConfig, fmt.Errorf("--emulate: %w", err))
 	}
-	defaultMemory(&spec)
+	defaultMemory(&spec, int64(s.HostMemoryGiB*(1<<30)))
 	d.traceEmulated(&spec)
 	if err := d.open(func() (device.Machine, error) { return emulated.Open(spec) }, o.OpenBackend, true); err != nil {
 		return nil, err
@@ -387,9 +387,12 @@ func reach(top *device.Topology, a, b device.Space) bool {
 }
 
 // defaultMemory gives each emulated memory without a size all that this machine has available:
-// they share it, which the budget takes into account.
-func defaultMemory(o *emulated.Options) {
+// they share it, which the budget takes into account. host is the size of host memory in bytes, 0: not said.
+func defaultMemory(o *emulated.Options, host int64) {
 	have, ok := AvailableMemory()
+	if o.Topology == nil && o.Host.MemoryBytes == 0 {
+		o.Host.MemoryBytes = host
+	}
 	if !ok || o.Topology != nil || o.NoData {
 		return
 	}

@@ -49,6 +49,24 @@ func TestOpenRefuses(t *testing.T) {
 	}
 }
 
+// TestHostMemory: --host-memory-gib holds for emulated devices, unless --emulate says otherwise.
+func TestHostMemory(t *testing.T) {
+	for emulate, want := range map[string]int64{"": 512 << 20, "virtual": 512 << 20, "virtual,nodata": 512 << 20, "host=64MiB": 64 << 20} {
+		s := spec(emulate)
+		s.HostMemoryGiB = 0.5
+		d, err := Open(Options{Settings: s, Emulate: true})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if u, err := d.Machine.Usage(device.Host); err != nil || u.Capacity != want {
+			t.Errorf("%q: %+v, %v, want %d bytes", emulate, u, err, want)
+		}
+		if err := d.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
 // TestPeersUnreachable: a peer that the GPU has no access to is named, with what to do; auto leaves it out.
 func TestPeersUnreachable(t *testing.T) {
 	info, both := device.Info{MemoryBytes: 1 << 30}, map[device.Pair]device.Path{}
