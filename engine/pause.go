@@ -76,17 +76,26 @@ func (e *Engine) Pause(ctx context.Context, mode PauseMode) error {
 			return fmt.Errorf("engine: pause: %w", err)
 		}
 	case <-ctx.Done():
-		e.Resume()
-		return fmt.Errorf("engine: pause: %w", ctx.Err())
+		if e.resume(false) {
+			return fmt.Errorf("engine: pause: %w", ctx.Err())
+		}
 	}
 	<-p.ended
 	return p.err
 }
 
 // Resume ends a pause, also one that is not reached yet. Without one it does nothing.
-func (e *Engine) Resume() {
+func (e *Engine) Resume() { e.resume(true) }
+
+// resume ends a pause, and reports whether it does: one that is reached, maybe for another caller, only
+// with that set.
+func (e *Engine) resume(reached bool) bool {
 	e.mu.Lock()
 	p := e.pausing
+	if p != nil && p.reached && !reached {
+		e.mu.Unlock()
+		return false
+	}
 	e.pausing = nil
 	if p != nil && !p.reached {
 		p.err = errResumed
@@ -95,6 +104,7 @@ func (e *Engine) Resume() {
 	e.state.Paused = false
 	e.mu.Unlock()
 	e.wakeUp()
+	return true
 }
 
 // settle carries a pause out in the goroutine that has called Pause.

@@ -172,6 +172,23 @@ func TestPauseAlone(t *testing.T) {
 	}
 }
 
+// TestPauseOfOthers: a Pause whose context is done does not end one that was reached for another caller, who
+// uses the memory.
+func TestPauseOfOthers(t *testing.T) {
+	n, _ := open(t, nil)
+	run(t, n)
+	if err := n.Engine().Pause(t.Context(), engine.PauseWait); err != nil {
+		t.Fatal(err)
+	}
+	canceled, cancel := context.WithCancel(t.Context())
+	cancel()
+	for i := range 50 {
+		if err := n.Engine().Pause(canceled, engine.PauseWait); !n.Engine().State().Paused {
+			t.Fatalf("call %d: %v; the engine runs on, and who had paused it does not know", i, err)
+		}
+	}
+}
+
 // TestPauseEnds: a pause whose context ends, or that is taken back, leaves the engine running; one
 // that is reached ends with the engine, whose waiting requests are aborted.
 func TestPauseEnds(t *testing.T) {

@@ -230,7 +230,8 @@ func (s *Store) firstUpload(ctx context.Context) (err error) {
 	if s.plan.Dynamic && s.o.Machine.Capabilities().KeepsData {
 		for i := range s.plan.Layers {
 			for e := range s.plan.Experts {
-				if id := (ID{i, e}); s.places.resident(id) {
+				// Not in lent memory, which may be suspended: Suspension.Copied brings those back.
+				if id := (ID{i, e}); s.places.own(id) {
 					if err := put(s.places.residentRegion(id), s.places.hostRegion(id), "resident experts"); err != nil {
 						return err
 					}

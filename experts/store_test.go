@@ -890,6 +890,23 @@ func TestConcurrentFill(t *testing.T) {
 	}
 }
 
+// TestSealAfterFailedCopy: an expert whose copy failed does not arrive later, so Seal fails again.
+func TestSealAfterFailedCopy(t *testing.T) {
+	for _, tag := range []string{rowMajor, "reversed"} {
+		r := newRig(t, small(tag), emulated.Options{Virtual: true}, 4096)
+		s := r.open(Config{Placement: r.placed(0.5), StagingBytes: 64 << 10})
+		for _, p := range r.model.pieces(11) {
+			r.ok(r.model.give(s, p))
+		}
+		r.m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Times: 2, Match: func(p emulated.Point) bool { return p.To == device.HBM(0) }})
+		for try := range 2 {
+			if err := s.Seal(t.Context()); !errors.Is(err, device.ErrCopyFailed) {
+				t.Errorf("%s, call %d: %v", tag, try, err)
+			}
+		}
+	}
+}
+
 // TestSealCanceled: a Seal that is aborted leaves copies in progress that Close
 // waits for.
 func TestSealCanceled(t *testing.T) {

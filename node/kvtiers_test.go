@@ -7,8 +7,11 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/engine"
 	"github.com/moeserve/moeserve/metrics"
 	"github.com/moeserve/moeserve/node"
@@ -143,6 +146,57 @@ func TestKVTiersSameTokens(t *testing.T) {
 				t.Errorf("%s: nothing was loaded", config)
 			}
 		}
+	}
+}
+
+// TestKVPeersReadmitted: peers of KV blocks whose copies failed for a while are used again, also where no experts
+// are on peers.
+func TestKVPeersReadmitted(t *testing.T) {
+	t.Parallel()
+	var m *emulated.Machine
+	s := configs.Defaults()
+	s.KV.TransferConfig = `{"kv_connector_extra_config": {"load_policy": "always", "num_gpu_blocks": 40}}`
+	s.KV.EnablePrefixCaching, s.KV.NumGPUBlocksOverride = false, 14
+	n, err := node.Open(t.Context(), node.Options{Settings: s, OpenMachine: func() (_ device.Machine, err error) {
+		m, err = emulated.New(emulated.Options{})
+		return m, err
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := n.Close(); err != nil {
+			t.Error(err)
+		}
+	}()
+	fault := m.Inject(&emulated.Fault{Kind: emulated.FailCopy, Times: -1, Match: func(p emulated.Point) bool {
+		return p.From == device.HBM(0) && p.To != device.Host && p.To != device.HBM(0)
+	}})
+	excluded := func() (all int) {
+		for _, p := range n.Observe().Harvest().Peers {
+			if p.Health != nil {
+				all++
+			}
+		}
+		return all
+	}
+	for round := 0; excluded() < 2; round++ {
+		if comeBack(t, n, round); round == 30 {
+			t.Fatalf("copies fail, and %d peers are excluded", excluded())
+		}
+	}
+	fault.Release()
+	for begun := time.Now(); excluded() > 0; time.Sleep(50 * time.Millisecond) {
+		if time.Since(begun) > time.Minute {
+			t.Fatalf("copies work again, and %d peers are excluded", excluded())
+		}
+	}
+	before := n.Observe().KVTiers().Tiers[0].Offloaded
+	for round := range 6 {
+		comeBack(t, n, round)
+	}
+	if n.Observe().KVTiers().Tiers[0].Offloaded == before {
+		t.Error("no blocks are stored on peers that were readmitted")
 	}
 }
 

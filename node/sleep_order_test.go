@@ -23,35 +23,46 @@ func lentExperts(n *node.Node) (lent int) {
 	return lent
 }
 
-// TestSleepOrder: the KV cache may be woken before the weights are, also where it has experts whose
-// host copies a sleep at level 2 has dropped.
+// TestSleepOrder: the KV cache may be woken before the weights are, or after, also where it has experts whose
+// host copies a sleep at level 2 has dropped, and with dynamic residency, where all resident experts are
+// copied from there.
 func TestSleepOrder(t *testing.T) {
 	o := emulated.Options{Check: true, GPUs: linked(emulated.Random).GPUs}
-	for _, level := range []sleeping.Level{sleeping.Copy, sleeping.Drop} {
-		n := open(t, machine{fraction: 0.5, options: o}, func(s *configs.Settings) { s.KV.ExpertsShare, s.KV.MaxModelLen = configs.AutoShare, 128 })
+	for _, c := range []struct {
+		level   sleeping.Level
+		dynamic bool
+		order   [][]sleeping.Tag
+	}{
+		{sleeping.Copy, false, [][]sleeping.Tag{{sleeping.KVCache}, {sleeping.KVCache, sleeping.Weights}, {sleeping.KVCache}}},
+		{sleeping.Drop, false, [][]sleeping.Tag{{sleeping.KVCache}, {sleeping.KVCache, sleeping.Weights}, {sleeping.KVCache}}},
+		{sleeping.Drop, true, [][]sleeping.Tag{nil, {sleeping.KVCache}, {sleeping.Weights}}},
+	} {
+		n := open(t, machine{fraction: 0.5, options: o}, func(s *configs.Settings) {
+			s.KV.ExpertsShare, s.KV.MaxModelLen, s.Offload.DynamicResidency = configs.AutoShare, 128, c.dynamic
+		})
 		want := tokensOf(t, n)
 		l := n.KVLender()
 		if l == nil {
 			t.Fatal("nothing is lent")
 		}
 		l.Move(2)
-		for _, tags := range [][]sleeping.Tag{{sleeping.KVCache}, {sleeping.KVCache, sleeping.Weights}, {sleeping.KVCache}} {
+		for _, tags := range c.order {
 			for begun := time.Now(); lentExperts(n) == 0; { // experts are moved at any time
 				if _ = tokensOf(t, n); time.Since(begun) > time.Minute {
 					t.Fatal("no expert is in lent memory")
 				}
 			}
-			if _, err := n.Sleep(t.Context(), level, engine.PauseWait); err != nil {
+			if _, err := n.Sleep(t.Context(), c.level, engine.PauseWait); err != nil {
 				t.Fatal(err)
 			}
 			if _, err := n.Wake(t.Context(), tags...); err != nil {
-				t.Fatalf("level %d, wake of %v: %v", level, tags, err)
+				t.Fatalf("%+v, wake of %v: %v", c, tags, err)
 			}
 			if _, err := n.Wake(t.Context()); err != nil {
-				t.Fatalf("level %d, wake: %v", level, err)
+				t.Fatalf("%+v, wake: %v", c, err)
 			}
 			if got := tokensOf(t, n); got != want {
-				t.Errorf("level %d: tokens after a wake of %v first: %s, want %s", level, tags, got, want)
+				t.Errorf("%+v: tokens after a wake of %v first: %s, want %s", c, tags, got, want)
 			}
 		}
 	}

@@ -10,6 +10,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/trace"
 	"github.com/moeserve/moeserve/engine"
+	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/node/fault"
 	"github.com/moeserve/moeserve/pipeline"
@@ -24,6 +25,9 @@ import (
 // --offload-tier=peer it promotes all offloaded experts to peers first.
 func (n *Node) openRebalancer(ctx context.Context, u *setup) error {
 	plan := &u.needs.Plan
+	if n.harvest != nil && n.lending(u) == nil {
+		n.readmitPeers()
+	}
 	if n.lending(u) == nil && !plan.Dynamic && !u.shares() {
 		return nil
 	}
@@ -57,6 +61,22 @@ func (n *Node) openRebalancer(ctx context.Context, u *setup) error {
 	default:
 		return fault.Of(fault.ErrDevice, err)
 	}
+}
+
+// readmitPeers has peers of KV blocks readmitted some time after they were excluded because copies failed; a
+// rebalancer of experts on peers does that itself.
+func (n *Node) readmitPeers() {
+	a := harvest.NewReadmission(n.harvest, harvest.ReadmitBackoff, n.log)
+	stop := n.machine.Loop(time.Second, func(now time.Duration) time.Duration {
+		for peer, unhealthy := range n.harvest.Health() {
+			a.Look(peer, unhealthy, now)
+		}
+		return time.Second
+	})
+	n.started(func() error {
+		stop()
+		return nil
+	})
 }
 
 // startUpkeep starts the loops that run beside steps.

@@ -39,7 +39,7 @@
 //
 // Each peer has a count of consecutive failures, of transfers to it and of those from it
 // that readers report (ReadFailed). A peer that fails three times in a row, or is lost, is
-// excluded from harvest. The rebalancer readmits it later.
+// excluded from harvest, until its harvest.Readmission readmits it.
 //
 // # What it is not
 //

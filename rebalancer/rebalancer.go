@@ -66,7 +66,7 @@ type Options struct {
 // EnsureDefaults returns o with every unset field at its default.
 func (o Options) EnsureDefaults() Options {
 	setDefault(&o.Interval, 100*time.Millisecond)
-	setDefault(&o.Backoff, 5*time.Second)
+	setDefault(&o.Backoff, harvest.ReadmitBackoff)
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
@@ -99,12 +99,8 @@ func (o Options) Validate() error {
 // ErrDoesNotFit: peers have no room for every offloaded expert.
 var ErrDoesNotFit = errors.New("peer memory does not hold all offloaded experts")
 
-// maxBackoff is the maximum time before an excluded peer is readmitted, maxRefusalBackoff
-// the maximum time before a peer is asked for memory again after a refusal.
-const (
-	maxBackoff        = 5 * time.Minute
-	maxRefusalBackoff = time.Second
-)
+// maxRefusalBackoff is the maximum time before a peer is asked for memory again after a refusal.
+const maxRefusalBackoff = time.Second
 
 // Rebalancer carries out what a Core decides. All methods but Close may be called
 // from any goroutine; Tick, FillAll and the loop take turns.
@@ -116,6 +112,8 @@ type Rebalancer struct {
 	core   *Core
 	peers  map[device.Space]*peerState
 	counts Counts
+	// readmission is of peers that were excluded because copies failed.
+	readmission *harvest.Readmission
 	// waiting are promotions whose room is still being read by those that had it.
 	waiting []promotion
 	// becomingResident are experts that are being swapped in or made resident: their peer
@@ -144,15 +142,6 @@ type peerState struct {
 	// length, and fullUntil the time until which the peer's free memory counts as 0,
 	// because the quota is used up.
 	notBefore, backoff, fullUntil time.Duration
-	// excluded since a tick, the time at which it is readmitted, and the delay until
-	// then.
-	excluded            bool
-	retryAt, retryDelay time.Duration
-	// unhealthy is the error of the peer's readings, if it stayed unhealthy when
-	// readmitted.
-	unhealthy string
-	// readmittedAt is the time of the last readmission.
-	readmittedAt time.Duration
 }
 
 // Counts of what a Rebalancer has done since New.
@@ -176,7 +165,7 @@ func New(o Options) (*Rebalancer, error) {
 	if err := o.Validate(); err != nil {
 		return nil, err
 	}
-	return &Rebalancer{o: o, store: o.Store, core: NewCore(o.Core), peers: map[device.Space]*peerState{}}, nil
+	return &Rebalancer{o: o, store: o.Store, core: NewCore(o.Core), peers: map[device.Space]*peerState{}, readmission: harvest.NewReadmission(o.Harvest, o.Backoff, o.Log)}, nil
 }
 
 // Counts is a snapshot.
@@ -394,7 +383,10 @@ func (r *Rebalancer) view(now time.Duration, readmit bool) View {
 			r.peers[l.From] = st
 		}
 		if readmit {
-			unhealthy = r.readmit(st, l.From, unhealthy, now)
+			again := false
+			if unhealthy, again = r.readmission.Look(l.From, unhealthy, now); again {
+				r.counts.Readmitted++
+			}
 		}
 		if unhealthy == nil {
 			v.Peers = append(v.Peers, Peer{Link: l, Free: free, NotBefore: st.notBefore})
@@ -404,42 +396,6 @@ func (r *Rebalancer) view(now time.Duration, readmit bool) View {
 		}
 	}
 	return v
-}
-
-// readmit readmits a peer that was excluded because copies failed, when its back-off has
-// ended. A peer that is unhealthy by its own readings stays excluded. The result is why
-// the peer must not be used, nil if it may.
-func (r *Rebalancer) readmit(st *peerState, peer device.Space, unhealthy error, now time.Duration) error {
-	switch {
-	case unhealthy == nil:
-		if st.retryDelay > 0 && !st.excluded && now-st.readmittedAt > 2*st.retryDelay {
-			st.retryDelay = 0 // it was healthy for twice as long as it was excluded
-		}
-		st.excluded, st.unhealthy = false, ""
-		return nil
-	case unhealthy.Error() == st.unhealthy:
-		return unhealthy
-	case !st.excluded:
-		st.excluded, st.unhealthy = true, ""
-		st.retryDelay = min(max(2*st.retryDelay, r.o.Backoff), maxBackoff)
-		st.retryAt = now + st.retryDelay
-		return unhealthy
-	case now < st.retryAt:
-		return unhealthy
-	}
-	st.excluded = false
-	if err := r.o.Harvest.Readmit(peer); err != nil {
-		st.unhealthy = unhealthy.Error()
-		return unhealthy
-	}
-	if again := r.o.Harvest.Health()[peer]; again != nil {
-		st.unhealthy = again.Error()
-		return again
-	}
-	r.counts.Readmitted++
-	st.readmittedAt = now
-	r.o.Log.Info("retrying a disabled peer", "device", peer.String(), "after", st.retryDelay, "cause", unhealthy.Error())
-	return nil
 }
 
 // startMove starts a move.

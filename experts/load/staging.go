@@ -1,6 +1,7 @@
 package load
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -26,6 +27,8 @@ type buffer struct {
 	offset, bytes int64
 	done          device.Point
 	ticket        *transfer.Ticket // the latest copy from or to it
+	// failed is why a copy was not made: what it was of is lost.
+	failed error
 }
 
 // stage is what the two kinds of staging share.
@@ -55,11 +58,12 @@ func newStage(o Options, n int) (stage, error) {
 // waitIdle waits until no copy from or to b is in progress, or ctx is done.
 func (b *buffer) waitIdle(ctx context.Context) error {
 	if b.ticket == nil {
-		return nil
+		return b.failed
 	}
 	err := b.ticket.Wait(ctx)
 	if b.ticket.Ended() {
-		b.ticket = nil
+		b.failed, b.ticket = cmp.Or(b.failed, b.ticket.Err()), nil
+		return b.failed
 	}
 	return err
 }
@@ -81,6 +85,7 @@ func (s *stage) submit(b *buffer, r transfer.Request) (err error) {
 	b.done.Value++
 	r.Priority, r.Done = transfer.Demand, b.done
 	b.ticket, err = s.o.Transfer.Submit(r)
+	b.failed = cmp.Or(b.failed, err)
 	return err
 }
 
