@@ -67,6 +67,7 @@ func TestBodyLimits(t *testing.T) {
 		{chats, `{"messages": ` + list(8193, user) + `}`, "messages", "invalid_value", "more than 8192 items"},
 		{chats, `{"messages": [{"role": "user", "content": ` + list(1<<18, `1`) + `}]}`, "messages", "invalid_value", "more than 262144 JSON values"},
 		{chats, `{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{\"a\": ` + list(1<<16, `1`) + `}"}}]}]}`, "messages[0].tool_calls", "invalid_value", "more than 65536 JSON values"},
+		{responsesPath, `{"input": "x", "tool_choice": ` + object(257, "1") + `}`, "tool_choice", "invalid_value", "more than 256 members"},
 		{"/tokenize", `{"messages": ` + list(8193, user) + `}`, "messages", "invalid_value", "more than 8192 items"},
 		{"/detokenize", `{"tokens": ` + list(1<<20+1, "1") + `}`, "tokens", "invalid_value", "more than 1048576 token ids"},
 	} {

@@ -146,5 +146,6 @@ func FuzzResponses(f *testing.F) {
 		`{"input": "a", "tools": [{"type": "function", "name": "f", "parameters": {}, "strict": null}], "tool_choice": {"type": "function", "name": "f"}, "parallel_tool_calls": false, "stream": true}`,
 		`{"input": [], "text": {"format": {"type": "text"}, "verbosity": "medium"}, "reasoning": {"effort": "low", "summary": "auto"}, "include": ["reasoning.encrypted_content"], "store": true}`,
 		`{"input": [{"type": "item_reference", "id": "x"}], "metadata": {"a": [1]}, "tool_choice": "required", "previous_response_id": null}`,
+		`{"input": "a", "temperature": "a", "tool_choice": {"type": "function", "name": "f"}}`,
 	)
 }

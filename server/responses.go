@@ -141,9 +141,12 @@ func parseResponseTools(o *object, r *responseRequest) {
 	}
 	if raw := o.members["tool_choice"]; kindOf(raw) == "an object" {
 		choice := o.sub("tool_choice")
+		if choice == nil {
+			return
+		}
 		var kind, name string
 		if choice.text("type", &kind); kind != "function" {
-			choice.unsupported("type", fmt.Sprintf("%q is; a function by its name is", truncate(kind)))
+			choice.fail("type", "invalid_value", `Invalid value for '%s': it must be "function", and is %q; "none", "auto" and "required" are sent as strings, without a type.`, choice.name("type"), truncate(kind))
 		}
 		choice.text("name", &name)
 		o.close(choice)
