@@ -322,7 +322,7 @@ func parseToolCalls(o *object, names map[string]string) json.RawMessage {
 	for i, item := range list {
 		c, err := chat.ParseObject(item)
 		if err != nil {
-			o.wrongType("tool_calls", "an array of objects", raw)
+			o.wrongType(fmt.Sprintf("tool_calls[%d]", i), "an object", item)
 			return nil
 		}
 		function, err := chat.ParseObject(c.Get("function"))

@@ -70,13 +70,12 @@ func (s *Server) parseCompletion(ctx context.Context, m *Model, o *object) (*com
 
 // prompts reads a prompt: text, a list of texts, token ids, or a list of those.
 func (m *Model) prompts(ctx context.Context, o *object, raw json.RawMessage, special bool, most int) ([]prompt, error) {
-	const want = "a string, an array of strings, an array of token ids, or an array of those"
-	items := []json.RawMessage{raw}
+	items, listed := []json.RawMessage{raw}, false
 	if kindOf(raw) == "an array" {
-		if ids, ok := parseIDs(raw, m.MaxModelLen); ok && len(ids) > 0 {
-			items, most = items[:1], 1 // one prompt
+		if ids, wrong := parseIDs(raw, m.MaxModelLen); len(ids) > 0 || kindOf(wrong) == "a number" {
+			most = 1 // one prompt
 		} else {
-			items = items[:0]
+			items, listed = items[:0], true
 			eachItem(raw, func(item json.RawMessage) bool {
 				items = append(items, item)
 				return len(items) <= most
@@ -91,9 +90,13 @@ func (m *Model) prompts(ctx context.Context, o *object, raw json.RawMessage, spe
 		items = nil
 	}
 	prompts := make([]prompt, 0, len(items))
-	for _, item := range items {
+	for i, item := range items {
 		if ctx.Err() != nil {
 			return nil, asError(ctx, ctx.Err(), "prompt")
+		}
+		name, want := "prompt", "a string, an array of strings, an array of token ids, or an array of those"
+		if listed {
+			name, want = fmt.Sprintf("prompt[%d]", i), "a string or an array of token ids"
 		}
 		var p prompt
 		switch kindOf(item) {
@@ -112,9 +115,9 @@ func (m *Model) prompts(ctx context.Context, o *object, raw json.RawMessage, spe
 				return nil, promptTooLong("prompt", m.MaxModelLen, fmt.Sprintf("more than %d", m.MaxModelLen))
 			}
 		case "an array":
-			ids, ok := parseIDs(item, m.MaxModelLen)
-			if !ok {
-				o.wrongIDs("prompt", item)
+			ids, wrong := parseIDs(item, m.MaxModelLen)
+			if wrong != nil {
+				o.wrongID(fmt.Sprintf("%s[%d]", name, len(ids)), wrong)
 				break
 			}
 			if len(ids) > m.MaxModelLen {
@@ -122,10 +125,10 @@ func (m *Model) prompts(ctx context.Context, o *object, raw json.RawMessage, spe
 			}
 			p = m.decoded(ids)
 		default:
-			o.wrongType("prompt", want, item)
+			o.wrongType(name, want, item)
 		}
 		if o.err == nil && len(p.ids) == 0 {
-			o.fail("prompt", "invalid_value", "Invalid value for 'prompt': it is empty, and there must be at least one token to go on from.")
+			o.fail(name, "invalid_value", "Invalid value for '%s': it is empty, and there must be at least one token to go on from.", name)
 		}
 		prompts = append(prompts, p)
 	}

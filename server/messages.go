@@ -30,7 +30,7 @@ func (m *Model) parseMessages(o *object, counting bool) (*chatRequest, error) {
 	if raw, ok := o.pop("stop_sequences"); ok {
 		s := &object{members: map[string]json.RawMessage{"stop": raw}}
 		if parseStop(s, &r.params); s.err != nil {
-			o.fail("stop_sequences", s.err.Code, "%s", strings.ReplaceAll(s.err.Message, "'stop'", "'stop_sequences'"))
+			o.fail("stop_sequences", s.err.Code, "%s", strings.ReplaceAll(s.err.Message, "'stop", "'stop_sequences"))
 		}
 	}
 	o.flag("stream", &r.stream)

@@ -3,6 +3,7 @@ package server
 import (
 	"bytes"
 	"encoding/json"
+	"fmt"
 	"maps"
 	"math"
 	"slices"
@@ -260,9 +261,13 @@ func (o *object) ids(member string, to *[]int32, limit int) bool {
 	if !ok {
 		return false
 	}
-	ids, ok := parseIDs(raw, limit)
-	if !ok {
-		o.wrongIDs(member, raw)
+	if kindOf(raw) != "an array" {
+		o.wrongType(member, "an array of token ids", raw)
+		return false
+	}
+	ids, wrong := parseIDs(raw, limit)
+	if wrong != nil {
+		o.wrongID(fmt.Sprintf("%s[%d]", member, len(ids)), wrong)
 		return false
 	}
 	if len(ids) > limit {
@@ -273,29 +278,29 @@ func (o *object) ids(member string, to *[]int32, limit int) bool {
 	return true
 }
 
-func (o *object) wrongIDs(member string, raw json.RawMessage) {
-	if kindOf(raw) != "an array" {
-		o.wrongType(member, "an array of token ids", raw)
-		return
+// wrongID is the error for an item that is no token id.
+func (o *object) wrongID(item string, got json.RawMessage) {
+	is := kindOf(got)
+	if is == "a number" {
+		is = truncate(string(got))
 	}
-	o.fail(member, "invalid_type", "Invalid type for '%s': token ids must be whole numbers from 0 to %d.", o.name(member), math.MaxInt32)
+	o.fail(item, "invalid_type", "Invalid type for '%s': it must be a token id, from 0 to %d, and is %s.", o.name(item), math.MaxInt32, is)
 }
 
-// parseIDs reads an array of token ids, of which it returns up to limit+1; false where one of these is
-// none.
-func parseIDs(raw json.RawMessage, limit int) ([]int32, bool) {
-	if kindOf(raw) != "an array" {
-		return nil, false
-	}
-	ids, ok := []int32{}, true
+// parseIDs reads an array of token ids, of which it returns up to limit+1, and the item behind them if that
+// is none.
+func parseIDs(raw json.RawMessage, limit int) (ids []int32, wrong json.RawMessage) {
+	ids = []int32{}
 	eachItem(raw, func(item json.RawMessage) bool {
-		var id int32
-		if id, ok = tokenID(item); ok {
-			ids = append(ids, id)
+		id, ok := tokenID(item)
+		if !ok {
+			wrong = item
+			return false
 		}
-		return ok && len(ids) <= limit
+		ids = append(ids, id)
+		return len(ids) <= limit
 	})
-	return ids, ok
+	return ids, wrong
 }
 
 // sub parses a member that is an object; nil if it is absent.

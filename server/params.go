@@ -3,6 +3,7 @@ package server
 import (
 	"encoding/json"
 	"errors"
+	"fmt"
 	"math/rand/v2"
 	"strconv"
 	"strings"
@@ -173,9 +174,9 @@ func parseBadWords(o *object, p *engine.Params, m *Model) {
 		o.fail(member, "invalid_value", "'%s' cannot be used: the model has no tokenizer.", member)
 		return
 	}
-	for _, raw := range words {
+	for i, raw := range words {
 		if kindOf(raw) != "a string" {
-			o.wrongType(member, "an array of strings", raw)
+			o.wrongType(fmt.Sprintf("%s[%d]", member, i), "a string", raw)
 			return
 		}
 		if len(raw) > len(`""`)+len(`\u0000`)*engine.MaxStopBytes {
@@ -246,23 +247,28 @@ func parseLogitBias(o *object, p *engine.Params, limit int) {
 
 // parseStop parses stop: a string, or a list of them.
 func parseStop(o *object, p *engine.Params) {
-	const member, want = "stop", "a string or an array of strings"
+	const member = "stop"
 	raw, ok := o.pop("stop")
 	if !ok {
 		return
 	}
-	items := []json.RawMessage{raw}
-	if kindOf(raw) == "an array" {
-		items = items[:0]
+	var items []json.RawMessage
+	switch kindOf(raw) {
+	case "a string":
+		items = append(items, raw)
+	case "an array":
 		eachItem(raw, func(item json.RawMessage) bool {
 			items = append(items, item)
 			return len(items) <= engine.MaxStop
 		})
+	default:
+		o.wrongType(member, "a string or an array of strings", raw)
+		return
 	}
 	p.Stop = make([]string, len(items))
 	for i, item := range items {
 		if kindOf(item) != "a string" {
-			o.wrongType(member, want, raw)
+			o.wrongType(fmt.Sprintf("%s[%d]", member, i), "a string", item)
 			return
 		}
 		// The engine has these limits too; they are checked here before the string is built.

@@ -155,7 +155,7 @@ func TestPromptLogProbs(t *testing.T) {
 		`{"prompt": "x", "allowed_token_ids": []}`:              "allowed_token_ids",
 		`{"prompt": "x", "allowed_token_ids": [100000]}`:        "allowed_token_ids",
 		`{"prompt": "x", "bad_words": "x"}`:                     "bad_words",
-		`{"prompt": "x", "bad_words": [1]}`:                     "bad_words",
+		`{"prompt": "x", "bad_words": [1]}`:                     "bad_words[0]",
 		`{"prompt": "x", "bad_words": [" "]}`:                   "bad_words",
 		`{"prompt": "x", "use_beam_search": true}`:              "use_beam_search",
 		`{"prompt": "x", "best_of": 2}`:                         "best_of",

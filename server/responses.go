@@ -97,9 +97,9 @@ func (m *Model) parseResponses(o *object) (*responseRequest, error) {
 // parseInclude parses include: the response has nothing more than it always has.
 func parseInclude(o *object) {
 	items, _ := o.list("include", "an array of strings", maxMembers)
-	for _, raw := range items {
+	for i, raw := range items {
 		if kindOf(raw) != "a string" {
-			o.wrongType("include", "an array of strings", raw)
+			o.wrongType(fmt.Sprintf("include[%d]", i), "a string", raw)
 		} else if name := unquote(raw); name != "reasoning.encrypted_content" { // reasoning is sent as it is
 			o.unsupported("include", fmt.Sprintf("%q is not a part of responses", truncate(name)))
 		}

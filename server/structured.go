@@ -130,9 +130,9 @@ func parseStructuredOutputs(o *object, c *common) {
 		if len(items) == 0 {
 			f.fail("choice", "invalid_value", "Invalid value for '%s': it is empty.", f.name("choice"))
 		}
-		for _, item := range items {
+		for i, item := range items {
 			if kindOf(item) != "a string" {
-				f.wrongType("choice", "an array of strings", item)
+				f.wrongType(fmt.Sprintf("choice[%d]", i), "a string", item)
 				break
 			}
 			s.choices = append(s.choices, unquote(item))
