@@ -144,7 +144,7 @@ func (p *Params) Validate(vocab int) error {
 	case !in(p.Temperature, 0, 100):
 		return bad("temperature", p.Temperature, "from 0 to 100")
 	case p.TopK < 0 || p.TopK > math.MaxInt32:
-		return bad("top_k", p.TopK, "at least 0")
+		return bad("top_k", p.TopK, fmt.Sprintf("from 0 to %d", math.MaxInt32))
 	case !(p.TopP > 0 && p.TopP <= 1):
 		return bad("top_p", p.TopP, "above 0 and at most 1")
 	case !in(p.MinP, 0, 1):

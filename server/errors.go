@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"regexp"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/moeserve/moeserve/engine"
@@ -79,11 +80,11 @@ func asError(ctx context.Context, err error, prompt string) *Error {
 	case errors.As(err, &e):
 		return e
 	case errors.As(err, &param):
-		return badRequest(param.Param, "invalid_value", "%s", param.Error())
+		return badRequest(param.Param, "invalid_value", "Invalid value for '%s': it is %v, and must be %s.", param.Param, param.Value, param.Want)
 	case errors.Is(err, engine.ErrPromptTooLong):
 		return badRequest(prompt, "context_length_exceeded", "%s", Message(err))
 	case errors.Is(err, engine.ErrBadRequest):
-		return badRequest(prompt, "invalid_value", "%s", Message(err))
+		return badRequest(prompt, "invalid_value", "Invalid value for '%s': %s.", prompt, strings.TrimPrefix(Message(err), engine.ErrBadRequest.Error()+": "))
 	case errors.Is(err, engine.ErrQueueFull):
 		return &Error{
 			Status: http.StatusTooManyRequests, Type: rateLimit, Code: "queue_full", RetryAfter: retrySoon,

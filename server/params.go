@@ -93,9 +93,10 @@ func parseIdentity(o *object, c *common) {
 func parseSampling(o *object, p *engine.Params, vocab int) {
 	o.number("temperature", &p.Temperature)
 	o.number("top_p", &p.TopP)
-	if o.integer("top_k", &p.TopK) && p.TopK == -1 {
-		p.TopK = 0 // vLLM's word for all
+	if o.integer("top_k", &p.TopK) && p.TopK < -1 {
+		o.fail("top_k", "invalid_value", "Invalid value for 'top_k': it must be at least 1, or 0 or -1 for all, and is %d.", p.TopK)
 	}
+	p.TopK = max(p.TopK, 0) // -1 is vLLM's word for all
 	o.number("min_p", &p.MinP)
 	o.number("repetition_penalty", &p.RepetitionPenalty)
 	o.number("presence_penalty", &p.PresencePenalty)
