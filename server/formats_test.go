@@ -184,6 +184,7 @@ func TestMessages(t *testing.T) {
 		{` {}}` + "\n</tool_call>", messageTool + `, "tool_choice": {"type": "tool", "name": "weather"}`, `weather({}) tool_use`},
 		{` {}}` + "\n</tool_call>", messageTool + `, "tool_choice": {"type": "any"}`, `weather({}) tool_use`},
 		{qwenCall, messageTool + `, "tool_choice": {"type": "none"}`, qwenCall + " end_turn"},
+		{"It rains.", `, "messages": [{"role": "user", "content": "Weather?"}, {"role": "system", "content": "Be short."}]`, "It rains. end_turn"},
 	} {
 		s.write(c.writes)
 		body := `{"model": "scripted", "messages": [{"role": "user", "content": "What is the weather?"}]` + c.more
@@ -335,6 +336,8 @@ func TestFormatsRefuse(t *testing.T) {
 		{messagesPath, `"max_tokens": 1, "n": 2`, "Unrecognized request argument supplied: n"},
 		{messagesPath, `"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]`, "messages[0].content[0].type"},
 		{messagesPath, `"max_tokens": 1, "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]`, "not continued"},
+		{messagesPath, `"max_tokens": 1, "messages": [{"role": "system", "content": "x"}]`, "The last message must be the user's"},
+		{messagesPath, `"max_tokens": 1, "system": "x", "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, {"role": "system", "content": "z"}]`, "The last message must be the user's"},
 		{messagesPath, `"max_tokens": 1, "messages": [{"role": "robot", "content": "x"}]`, "messages[0].role"},
 		{messagesPath, `"max_tokens": 1, "messages": [{"role": "user"}]`, "messages[0].content"},
 		{messagesPath, `"max_tokens": 1, "messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": "c"}]}, {"role": "user", "content": "x"}]`, "messages[0].content[0]"},

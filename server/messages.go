@@ -61,8 +61,13 @@ func (m *Model) parseMessages(o *object, counting bool) (*chatRequest, error) {
 			break
 		}
 	}
-	if b.flush(); o.err == nil && c.messages[len(c.messages)-1].Role == "assistant" {
-		o.fail("messages", "unsupported_parameter", "The last message is the assistant's, and is not continued: a completion is a new message, behind one of the user's.")
+	b.flush()
+	last := len(c.messages) - 1
+	for last >= 0 && c.messages[last].Role == "system" { // as in Anthropic's API, one may follow the user's
+		last--
+	}
+	if last < 0 || c.messages[last].Role == "assistant" {
+		o.fail("messages", "unsupported_parameter", "The last message must be the user's, or a system message behind it: one of the assistant's is not continued.")
 	}
 	return r, o.end()
 }
