@@ -278,6 +278,8 @@ func TestRoutes(t *testing.T) {
 		{"POST", "/v1/embeddings", body, key, 404, "unknown_url", "Unknown request URL: POST /v1/embeddings. This server does not do embeddings."},
 		{"GET", "/v1/responses/resp_1", "", key, 404, "unknown_url", "This server does not store responses."},
 		{"POST", "/v1/messages/batches", body, nil, 404, "unknown_url", "does not do batches"},
+		{"GET", "/harvest/borrowed", "", key, 404, "unknown_url", "Unknown request URL: GET /harvest/borrowed. It is on the admin address"},
+		{"POST", "/harvest/reclaim", body, key, 404, "unknown_url", "It is on the admin address"},
 		{"POST", "/chat/completions", body, nil, 404, "unknown_url", "ends with /v1"},
 		{"POST", "/v1/v1/completions", body, nil, 404, "unknown_url", "ends with one /v1"},
 		{"GET", "/v1/completions/", "", key, 404, "unknown_url", ""},

@@ -109,6 +109,7 @@ var elsewhere = []struct{ begins, message string }{
 	{"/is_sleeping", onAdmin},
 	{"/reset_prefix_cache", onAdmin},
 	{"/admin/", onAdmin},
+	{"/harvest/", onAdmin},
 	{"/inference/v1/", "Use /v1/completions."},
 	{"/invocations", "Use /v1/completions or /v1/chat/completions."},
 	{"/generate", "Use /v1/completions."},
