@@ -378,8 +378,8 @@ var mistakes = []struct {
 	}},
 }
 
-// httpErrors are errors of the server. Those with a body are provoked; the others need a full
-// queue, a stop or a failure, and stand as they are here.
+// httpErrors are errors of the server. Those with a body are provoked, and that of a key that is not
+// sent; the others need a full queue, a stop or a failure, and stand as they are here.
 var httpErrors = []struct{ path, body, status, code, message string }{
 	{"/v1/completions", `{"prompt": "x", "frobnicate": 1}`, "400", "", ""},
 	{"/v1/completions", `{"prompt": "x", "temperature": "hot"}`, "400", "", ""},
@@ -388,7 +388,7 @@ var httpErrors = []struct{ path, body, status, code, message string }{
 	{"/v1/completions", `{"prompt": "x", "model": "gpt"}`, "404", "", ""},
 	{"/v1/embeddings", `{}`, "404", "", ""},
 	{"/v1/completions", `{"prompt": "x", "suffix": "y"}`, "400", "", ""},
-	{"", "", "401", "invalid_api_key", "The API key is missing or wrong: send it as Authorization: Bearer KEY, or as X-API-Key: KEY."},
+	{"", "", "401", "", ""},
 	{"", "", "403", "cors", "a browser asks for a page that `--allowed-origins`, `--allowed-methods` or `--allowed-headers` does not allow"},
 	{"", "", "413", "request_too_large", "the body is larger than `--max-request-bytes`"},
 	{"", "", "415", "unsupported_media_type", "the body is not `application/json`, or is compressed"},
@@ -416,9 +416,12 @@ func TestReferenceErrors(t *testing.T) {
 		}
 	}
 	b.WriteString("\n## HTTP\n\nA server answers with OpenAI's error object: `{\"error\": {\"message\", \"type\", \"param\", \"code\"}}`.\n\n| status | code | request | message |\n|---|---|---|---|\n")
-	p := startServe(t)
+	p, locked := startServe(t), startServe(t, "--api-key", "secret")
 	for _, e := range httpErrors {
 		request := ""
+		if e.status == "401" {
+			_, e.code, e.message = requestFails(t, locked, "/v1/completions", `{}`)
+		}
 		if e.path != "" {
 			status, code, message := requestFails(t, p, e.path, e.body)
 			if strconv.Itoa(status) != e.status {
