@@ -79,7 +79,7 @@ var apiParameters = []apiParameter{
 	{onBoth, "stream", `false`, "server-sent events, a chunk for each token"},
 	{onBoth, "stream_options.include_usage", `false`, "usage in a last chunk; needs `stream`"},
 	{onBoth, "stream_options.continuous_usage_stats", `false`, "usage so far in every chunk; needs `include_usage` (vLLM)"},
-	{onMessages, "messages", `[{"role": "user", "content": [{"type": "text", "text": "1+2="}]}]`, "the conversation: blocks of `text`, `thinking`, `tool_use` and `tool_result`; the last is the user's"},
+	{onMessages, "messages", `[{"role": "user", "content": [{"type": "text", "text": "1+2="}]}]`, "the conversation: blocks of `text`, `thinking`, `tool_use` and `tool_result`; the last is the user's, or a `system` message behind it"},
 	{onMessages, "max_tokens", `2`, "maximum tokens to generate, which must be given; -1: all that fits"},
 	{onMessages, "system", `"Be right."`, "a text, or blocks of text, before the conversation"},
 	{onMessages, "stop_sequences", `["x"]`, "as `stop`"},
