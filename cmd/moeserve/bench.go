@@ -1,11 +1,11 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -77,12 +77,10 @@ func addCSV(cmd *cobra.Command, path *string) {
 }
 
 func benchThroughput(ctx context.Context, s *streams, set *settings, csv string) (err error) {
-	if csv != "" {
-		if err := writable("--csv", csv); err != nil {
-			return err
-		}
+	if err := cmp.Or(s.output("--trace", set.Output.Trace), s.output("--csv", csv)); err != nil {
+		return err
 	}
-	res, err := openResult(set.Output.JSON, s.out)
+	res, err := s.openResult(set.Output.JSON)
 	if err != nil {
 		return err
 	}
@@ -111,7 +109,7 @@ func benchThroughput(ctx context.Context, s *streams, set *settings, csv string)
 	results := []eval.Result{r}
 	var files []outputFile
 	if csv != "" {
-		files = append(files, outputFile{csv, func(w io.Writer) error { return eval.WriteCSV(w, results) }})
+		files = append(files, outputFile{"--csv", csv, func(w io.Writer) error { return eval.WriteCSV(w, results) }})
 	}
 	written := writeAll(s, res, r, files, func(w io.Writer) error { return eval.WriteTable(w, results) })
 	return errors.Join(written, err)
@@ -316,8 +314,16 @@ func (b *benchmark) openAuto(ctx context.Context, c *eval.Cell) (eval.Node, erro
 
 // outputFile is a file that a benchmark writes at its end.
 type outputFile struct {
-	path  string
-	write func(io.Writer) error
+	flag, path string
+	write      func(io.Writer) error
+}
+
+// create writes the file.
+func (f *outputFile) create(s *streams) error {
+	if err := writeFile(f.path, f.write); err != nil {
+		return fmt.Errorf("%s %w", f.flag, err)
+	}
+	return nil
 }
 
 // writeAll writes what was measured: files, then JSON, and the table last, as nobody may read
@@ -325,7 +331,7 @@ type outputFile struct {
 func writeAll(s *streams, res *result, v any, files []outputFile, table func(io.Writer) error) error {
 	var errs []error
 	for _, f := range files {
-		errs = append(errs, benchError(writeFile(f.path, f.write)))
+		errs = append(errs, benchError(f.create(s)))
 	}
 	errs = append(errs, res.write(v))
 	if !res.onStdout() {
@@ -335,30 +341,10 @@ func writeAll(s *streams, res *result, v any, files []outputFile, table func(io.
 }
 
 // plotFormat is the format of a file by its name.
-func plotFormat(flag, path string) (string, error) {
+func (s *streams) plotFormat(flag, path string) (string, error) {
 	format := strings.TrimPrefix(strings.ToLower(filepath.Ext(path)), ".")
 	if !slices.Contains(eval.PlotFormats, format) {
 		return "", usagef("%s %s: must be a file that ends in .%s", flag, path, strings.Join(eval.PlotFormats, " or ."))
 	}
-	return format, writable(flag, path)
-}
-
-// writable checks that a file can be made before any work is done for it.
-func writable(flag, path string) error {
-	if info, err := os.Stat(filepath.Dir(path)); err != nil || !info.IsDir() {
-		return usagef("%s %s: no directory %s", flag, path, filepath.Dir(path))
-	}
-	if info, err := os.Stat(path); err == nil && info.IsDir() {
-		return usagef("%s %s: is a directory; name a file", flag, path)
-	} else if err == nil && !info.Mode().IsRegular() {
-		return nil // a pipe or a device, which is opened when there is something to write
-	}
-	f, err := createPart(path)
-	if err == nil {
-		err = errors.Join(f.Close(), os.Remove(f.Name()))
-	}
-	if err != nil {
-		return unwritable(flag, path, err)
-	}
-	return nil
+	return format, s.output(flag, path)
 }

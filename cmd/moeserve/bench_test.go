@@ -485,7 +485,7 @@ func TestResultLeavesNothing(t *testing.T) {
 		}
 		return fmt.Sprint(entries)
 	}
-	r, err := openResult(path, io.Discard)
+	r, err := (&streams{out: io.Discard}).openResult(path)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -103,7 +103,7 @@ func benchFairness(ctx context.Context, s *streams, set *settings, o *fairnessOp
 	if err != nil {
 		return err
 	}
-	res, err := openResult(set.Output.JSON, s.out)
+	res, err := s.openResult(set.Output.JSON)
 	if err != nil {
 		return err
 	}

@@ -112,9 +112,9 @@ func eachModel(cmd *cobra.Command, models []string) ([]*settings, error) {
 func benchFigure(ctx context.Context, s *streams, sets []*settings, number string, o *figureOptions) (err error) {
 	set := sets[0]
 	formats := map[string]string{}
-	for flag, paths := range map[string][]string{"--plot": o.plots, "--plot-over-time": o.overTime} {
+	for i, paths := range [][]string{o.plots, o.overTime} {
 		for _, path := range paths {
-			if formats[path], err = plotFormat(flag, path); err != nil {
+			if formats[path], err = s.plotFormat([]string{"--plot", "--plot-over-time"}[i], path); err != nil {
 				return err
 			}
 		}
@@ -145,7 +145,7 @@ func benchFigure(ctx context.Context, s *streams, sets []*settings, number strin
 	if draw == nil {
 		return usagef("figure %s: must be 2, 3, 5 or 6 of the Harvest paper", number)
 	}
-	res, err := openResult(set.Output.JSON, s.out)
+	res, err := s.openResult(set.Output.JSON)
 	if err != nil {
 		return err
 	}
@@ -156,10 +156,10 @@ func benchFigure(ctx context.Context, s *streams, sets []*settings, number strin
 	}
 	var files []outputFile
 	for _, path := range o.plots {
-		files = append(files, outputFile{path, func(w io.Writer) error { return f.chart(w, formats[path]) }})
+		files = append(files, outputFile{"--plot", path, func(w io.Writer) error { return f.chart(w, formats[path]) }})
 	}
 	for _, path := range o.overTime {
-		files = append(files, outputFile{path, func(w io.Writer) error { return f.overTime(w, formats[path]) }})
+		files = append(files, outputFile{"--plot-over-time", path, func(w io.Writer) error { return f.overTime(w, formats[path]) }})
 	}
 	written := writeAll(s, res, v, files, f.table)
 	return errors.Join(written, benchError(failed))
@@ -322,11 +322,24 @@ func measureFetches(ctx context.Context, s *streams, set *settings) (r *eval.Tra
 	return r, err
 }
 
+// resumeFile keeps the finished cells of a model.
+func (o *figureOptions) resumeFile(set *settings) string {
+	if o.resume == "" || set.Model.Name == "" {
+		return o.resume
+	}
+	return o.resume + "." + filepath.Base(set.Model.Name)
+}
+
 // experts measures sweeps of models, or reads their results.
 func (o *figureOptions) experts(ctx context.Context, s *streams, sets []*settings, fractions []float64, number string) (figureFile, any, error) {
 	results, failed := readOthers(o.from)
 	if failed != nil {
 		return figureFile{}, nil, failed
+	}
+	for _, set := range sets {
+		if err := s.claim("--resume", o.resumeFile(set)); err != nil {
+			return figureFile{}, nil, err
+		}
 	}
 	var misfit error // of the first model that does not fit
 	if len(o.from) == 0 {
@@ -338,12 +351,8 @@ func (o *figureOptions) experts(ctx context.Context, s *streams, sets []*setting
 				set.Batch.MicroBatchSize = min(paper.MicroBatch, set.Bench.NumPrompts)
 			}
 			set.Batch.MaxNumBatchedTokens = max(set.Batch.MaxNumBatchedTokens, set.Batch.MicroBatchSize)
-			resume := o.resume
-			if resume != "" && set.Model.Name != "" {
-				resume += "." + filepath.Base(set.Model.Name)
-			}
 			var of []eval.Result
-			of, failed = measureCells(ctx, s, set, []variant{{"", set}}, fractions, []configs.Tier{configs.HostTier, configs.PeerTier}, resume)
+			of, failed = measureCells(ctx, s, set, []variant{{"", set}}, fractions, []configs.Tier{configs.HostTier, configs.PeerTier}, o.resumeFile(set))
 			results = append(results, of...)
 			if len(of) == 0 && errors.Is(failed, fault.ErrConfig) && len(sets) > 1 {
 				s.notice(&set.Output, "skipped: %s: %v", set.Model.Name, failed) // another model may fit

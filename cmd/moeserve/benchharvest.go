@@ -74,11 +74,11 @@ func benchHarvest(ctx context.Context, s *streams, set *settings, o *harvestOpti
 	}
 	formats := make([]string, len(o.plots))
 	for i, path := range o.plots {
-		if formats[i], err = plotFormat("--plot", path); err != nil {
+		if formats[i], err = s.plotFormat("--plot", path); err != nil {
 			return err
 		}
 	}
-	res, err := openResult(set.Output.JSON, s.out)
+	res, err := s.openResult(set.Output.JSON)
 	if err != nil {
 		return err
 	}
@@ -118,7 +118,7 @@ func benchHarvest(ctx context.Context, s *streams, set *settings, o *harvestOpti
 	}
 	var files []outputFile
 	for i, path := range o.plots {
-		files = append(files, outputFile{path, func(w io.Writer) error { return tenancy.Plot(w, formats[i], r) }})
+		files = append(files, outputFile{"--plot", path, func(w io.Writer) error { return tenancy.Plot(w, formats[i], r) }})
 	}
 	written := writeAll(s, res, r, files, func(w io.Writer) error { return tenancy.WriteTable(w, r) })
 	return errors.Join(written, benchError(failed))

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -72,14 +73,10 @@ func benchKernels(ctx context.Context, s *streams, set *settings, o *kernelOptio
 	if err != nil {
 		return err
 	}
-	for flag, path := range map[string]string{"--calibrate": o.calibrate, "--csv": o.csv} {
-		if path != "" {
-			if err := writable(flag, path); err != nil {
-				return err
-			}
-		}
+	if err := cmp.Or(s.output("--calibrate", o.calibrate), s.output("--csv", o.csv)); err != nil {
+		return err
 	}
-	res, err := openResult(set.Output.JSON, s.out)
+	res, err := s.openResult(set.Output.JSON)
 	if err != nil {
 		return err
 	}
@@ -122,7 +119,7 @@ func benchKernels(ctx context.Context, s *streams, set *settings, o *kernelOptio
 	}
 	var files []outputFile
 	if o.csv != "" {
-		files = append(files, outputFile{o.csv, func(w io.Writer) error { return compute.WriteCSV(w, r) }})
+		files = append(files, outputFile{"--csv", o.csv, func(w io.Writer) error { return compute.WriteCSV(w, r) }})
 	}
 	if o.calibrate != "" {
 		files = append(files, calibrated(o.calibrate, &r.Run, base, func(c eval.Calibration) (planner.Hardware, error) {

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -209,22 +210,15 @@ func (o *kvOptions) copies() (c kv.CopyOptions, err error) {
 }
 
 // outputs checks the files that are written, and returns the formats of plots.
-func (o *kvOptions) outputs() ([]string, error) {
+func (o *kvOptions) outputs(s *streams) ([]string, error) {
 	formats := make([]string, len(o.plots))
 	for i, path := range o.plots {
 		var err error
-		if formats[i], err = plotFormat("--plot", path); err != nil {
+		if formats[i], err = s.plotFormat("--plot", path); err != nil {
 			return nil, err
 		}
 	}
-	for flag, path := range map[string]string{"--calibrate": o.calibrate, "--csv": o.csv} {
-		if path != "" {
-			if err := writable(flag, path); err != nil {
-				return nil, err
-			}
-		}
-	}
-	return formats, nil
+	return formats, cmp.Or(s.output("--calibrate", o.calibrate), s.output("--csv", o.csv))
 }
 
 func benchKV(ctx context.Context, s *streams, set *settings, o *kvOptions) (err error) {
@@ -243,11 +237,11 @@ func benchKV(ctx context.Context, s *streams, set *settings, o *kvOptions) (err 
 	if err != nil {
 		return err
 	}
-	formats, err := o.outputs()
+	formats, err := o.outputs(s)
 	if err != nil {
 		return err
 	}
-	res, err := openResult(set.Output.JSON, s.out)
+	res, err := s.openResult(set.Output.JSON)
 	if err != nil {
 		return err
 	}
@@ -317,10 +311,10 @@ func benchKV(ctx context.Context, s *streams, set *settings, o *kvOptions) (err 
 func (o *kvOptions) files(r *kv.Result, formats []string, base *planner.Hardware) []outputFile {
 	var files []outputFile
 	for i, path := range o.plots {
-		files = append(files, outputFile{path, func(w io.Writer) error { return kv.Plot(w, formats[i], r) }})
+		files = append(files, outputFile{"--plot", path, func(w io.Writer) error { return kv.Plot(w, formats[i], r) }})
 	}
 	if o.csv != "" {
-		files = append(files, outputFile{o.csv, func(w io.Writer) error { return kv.WriteCSV(w, r) }})
+		files = append(files, outputFile{"--csv", o.csv, func(w io.Writer) error { return kv.WriteCSV(w, r) }})
 	}
 	if o.calibrate != "" {
 		files = append(files, calibrated(o.calibrate, &r.Run, base, func(c eval.Calibration) (planner.Hardware, error) { return kv.Calibrate(r, c) }))

@@ -173,7 +173,7 @@ func benchMultipath(ctx context.Context, s *streams, set *settings, o *multipath
 	if err != nil {
 		return err
 	}
-	res, err := openResult(set.Output.JSON, s.out)
+	res, err := s.openResult(set.Output.JSON)
 	if err != nil {
 		return err
 	}
@@ -197,7 +197,7 @@ func benchMultipath(ctx context.Context, s *streams, set *settings, o *multipath
 	var files []outputFile
 	if o.plots != "" {
 		for name, chart := range r.Figures() {
-			files = append(files, outputFile{filepath.Join(o.plots, name+".svg"), func(w io.Writer) error { return chart.Write(w, "svg") }})
+			files = append(files, outputFile{"--plots", filepath.Join(o.plots, name+".svg"), func(w io.Writer) error { return chart.Write(w, "svg") }})
 		}
 	}
 	written := writeAll(s, res, r, files, func(w io.Writer) error { return multipath.WriteTable(w, r) })

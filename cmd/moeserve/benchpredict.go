@@ -81,7 +81,7 @@ func benchPredict(s *streams, set *settings, paths []string, uniform bool) (err 
 		}
 		cells = append(cells, more...)
 	}
-	res, err := openResult(set.Output.JSON, s.out)
+	res, err := s.openResult(set.Output.JSON)
 	if err != nil {
 		return err
 	}

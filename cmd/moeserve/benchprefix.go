@@ -173,16 +173,14 @@ func benchPrefix(ctx context.Context, s *streams, set *settings, o *prefixOption
 	}
 	formats := make([]string, len(o.plots))
 	for i, path := range o.plots {
-		if formats[i], err = plotFormat("--plot", path); err != nil {
+		if formats[i], err = s.plotFormat("--plot", path); err != nil {
 			return err
 		}
 	}
-	if o.csv != "" {
-		if err := writable("--csv", o.csv); err != nil {
-			return err
-		}
+	if err := s.output("--csv", o.csv); err != nil {
+		return err
 	}
-	res, err := openResult(set.Output.JSON, s.out)
+	res, err := s.openResult(set.Output.JSON)
 	if err != nil {
 		return err
 	}
@@ -205,13 +203,13 @@ func benchPrefix(ctx context.Context, s *streams, set *settings, o *prefixOption
 	var files []outputFile
 	if interrupted == nil && k.plot != nil {
 		for i, path := range o.plots {
-			files = append(files, outputFile{path, func(w io.Writer) error { return k.plot(w, formats[i], r) }})
+			files = append(files, outputFile{"--plot", path, func(w io.Writer) error { return k.plot(w, formats[i], r) }})
 		}
 	} else if interrupted != nil {
 		s.notice(&set.Output, "the points that were measured follow; no plot")
 	}
 	if o.csv != "" {
-		files = append(files, outputFile{o.csv, func(w io.Writer) error { return prefix.WriteCSV(w, r) }})
+		files = append(files, outputFile{"--csv", o.csv, func(w io.Writer) error { return prefix.WriteCSV(w, r) }})
 	}
 	written := writeAll(s, res, r, files, func(w io.Writer) error { return prefix.WriteTable(w, r) })
 	return errors.Join(written, interrupted)

@@ -168,10 +168,7 @@ func (o *loadOptions) parse(set *settings) (l serving.Options, err error) {
 		}
 		l.Percentiles = append(l.Percentiles, p)
 	}
-	if o.csv != "" {
-		err = writable("--csv", o.csv)
-	}
-	return l, err
+	return l, nil
 }
 
 // parseDataset checks the flags about what is sent, and fills in the default of --dataset-name.
@@ -231,8 +228,11 @@ func benchServe(ctx context.Context, s *streams, set *settings, o *loadOptions) 
 	if err != nil {
 		return err
 	}
+	if err := s.output("--csv", o.csv); err != nil {
+		return err
+	}
 	load.Run = thisRun(s)
-	res, err := openResult(set.Output.JSON, s.out)
+	res, err := s.openResult(set.Output.JSON)
 	if err != nil {
 		return err
 	}
@@ -262,7 +262,7 @@ func benchServe(ctx context.Context, s *streams, set *settings, o *loadOptions) 
 	}
 	var files []outputFile
 	if o.csv != "" {
-		files = append(files, outputFile{o.csv, func(w io.Writer) error { return serving.WriteCSV(w, &r) }})
+		files = append(files, outputFile{"--csv", o.csv, func(w io.Writer) error { return serving.WriteCSV(w, &r) }})
 	}
 	written := writeAll(s, res, r, files, func(w io.Writer) error { return serving.WriteTable(w, &r) })
 	return errors.Join(written, interrupted)

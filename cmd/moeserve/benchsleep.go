@@ -77,7 +77,7 @@ func benchSleep(ctx context.Context, s *streams, set *settings, o *sleepOptions)
 	if err != nil {
 		return err
 	}
-	res, err := openResult(set.Output.JSON, s.out)
+	res, err := s.openResult(set.Output.JSON)
 	if err != nil {
 		return err
 	}

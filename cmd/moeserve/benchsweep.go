@@ -89,7 +89,7 @@ func benchSweep(ctx context.Context, s *streams, set *settings, variants []varia
 	if err != nil {
 		return usagef("--tiers: %w", err)
 	}
-	files, err := o.files()
+	files, err := o.files(s)
 	if err != nil {
 		return err
 	}
@@ -97,7 +97,7 @@ func benchSweep(ctx context.Context, s *streams, set *settings, variants []varia
 	if err != nil {
 		return err
 	}
-	res, err := openResult(set.Output.JSON, s.out)
+	res, err := s.openResult(set.Output.JSON)
 	if err != nil {
 		return err
 	}
@@ -108,10 +108,10 @@ func benchSweep(ctx context.Context, s *streams, set *settings, variants []varia
 	}
 	var complete []outputFile
 	for _, f := range files {
-		file := outputFile{f.path, func(w io.Writer) error { return f.write(w, results, others) }}
+		file := outputFile{f.flag, f.path, func(w io.Writer) error { return f.write(w, results, others) }}
 		if failed == nil {
 			complete = append(complete, file)
-		} else if err := writeFile(file.path, file.write); err != nil {
+		} else if err := file.create(s); err != nil {
 			s.notice(&set.Output, "%s is not written: %v", f.path, err) // it may need cells that were not measured
 		}
 	}
@@ -245,36 +245,36 @@ func unfinished(results []eval.Result, cells, trials int, resume string) string 
 
 // sweepFile is a file that a sweep writes at its end.
 type sweepFile struct {
-	path  string
-	write func(w io.Writer, results, others []eval.Result) error
+	flag, path string
+	write      func(w io.Writer, results, others []eval.Result) error
 }
 
 // files lists them, and checks that they can be written.
-func (o *sweepOptions) files() ([]sweepFile, error) {
+func (o *sweepOptions) files(s *streams) ([]sweepFile, error) {
 	var files []sweepFile
 	for _, path := range o.plots {
-		format, err := plotFormat("--plot", path)
+		format, err := s.plotFormat("--plot", path)
 		if err != nil {
 			return nil, err
 		}
-		files = append(files, sweepFile{path, func(w io.Writer, results, _ []eval.Result) error {
+		files = append(files, sweepFile{"--plot", path, func(w io.Writer, results, _ []eval.Result) error {
 			return eval.PlotSweep(w, format, results)
 		}})
 	}
 	for _, path := range o.gainsPlots {
-		format, err := plotFormat("--plot-gains", path)
+		format, err := s.plotFormat("--plot-gains", path)
 		if err != nil {
 			return nil, err
 		}
-		files = append(files, sweepFile{path, func(w io.Writer, results, others []eval.Result) error {
+		files = append(files, sweepFile{"--plot-gains", path, func(w io.Writer, results, others []eval.Result) error {
 			return eval.PlotGains(w, format, slices.Concat(results, others))
 		}})
 	}
+	if err := cmp.Or(s.output("--csv", o.csv), s.claim("--resume", o.resume)); err != nil {
+		return nil, err
+	}
 	if o.csv != "" {
-		if err := writable("--csv", o.csv); err != nil {
-			return nil, err
-		}
-		files = append(files, sweepFile{o.csv, func(w io.Writer, results, _ []eval.Result) error {
+		files = append(files, sweepFile{"--csv", o.csv, func(w io.Writer, results, _ []eval.Result) error {
 			return eval.WriteCSV(w, results)
 		}})
 	}

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -102,18 +103,14 @@ func benchTransfer(ctx context.Context, s *streams, set *settings, o *transferOp
 	sizes := append(slices.DeleteFunc(eval.DefaultSizes(), func(n int64) bool { return n >= largest }), largest)
 	formats := make([]string, len(o.plots))
 	for i, path := range o.plots {
-		if formats[i], err = plotFormat("--plot", path); err != nil {
+		if formats[i], err = s.plotFormat("--plot", path); err != nil {
 			return err
 		}
 	}
-	for flag, path := range map[string]string{"--calibrate": o.calibrate, "--csv": o.csv} {
-		if path != "" {
-			if err := writable(flag, path); err != nil {
-				return err
-			}
-		}
+	if err := cmp.Or(s.output("--calibrate", o.calibrate), s.output("--csv", o.csv)); err != nil {
+		return err
 	}
-	res, err := openResult(set.Output.JSON, s.out)
+	res, err := s.openResult(set.Output.JSON)
 	if err != nil {
 		return err
 	}
@@ -278,10 +275,10 @@ func (c *copied) calibrationBase(named *planner.Hardware, path string) (*planner
 func (o *transferOptions) files(r *transferResult, reads eval.Reads, formats []string, d *copied, base *planner.Hardware) []outputFile {
 	var files []outputFile
 	for i, path := range o.plots {
-		files = append(files, outputFile{path, func(w io.Writer) error { return eval.PlotTransfer(w, formats[i], &r.TransferResult) }})
+		files = append(files, outputFile{"--plot", path, func(w io.Writer) error { return eval.PlotTransfer(w, formats[i], &r.TransferResult) }})
 	}
 	if o.csv != "" {
-		files = append(files, outputFile{o.csv, func(w io.Writer) error { return eval.WriteTransferCSV(w, &r.TransferResult) }})
+		files = append(files, outputFile{"--csv", o.csv, func(w io.Writer) error { return eval.WriteTransferCSV(w, &r.TransferResult) }})
 	}
 	if o.calibrate != "" {
 		files = append(files, calibrated(o.calibrate, &r.Run, base, func(c eval.Calibration) (planner.Hardware, error) {
@@ -298,7 +295,7 @@ func (o *transferOptions) files(r *transferResult, reads eval.Reads, formats []s
 
 // calibrated is the file of a calibration by a run, on a base.
 func calibrated(path string, run *eval.Run, base *planner.Hardware, calibrate func(eval.Calibration) (planner.Hardware, error)) outputFile {
-	return outputFile{path, func(w io.Writer) error {
+	return outputFile{"--calibrate", path, func(w io.Writer) error {
 		h, err := calibrate(eval.Calibration{Base: *base, Date: run.Date.Format(time.DateOnly), Version: run.Version})
 		if err != nil {
 			return err

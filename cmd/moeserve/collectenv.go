@@ -124,7 +124,7 @@ func cpuFeatures() []string {
 }
 
 func collectEnv(s *streams, set *settings) (err error) {
-	res, err := openResult(set.Output.JSON, s.out)
+	res, err := s.openResult(set.Output.JSON)
 	if err != nil {
 		return err
 	}

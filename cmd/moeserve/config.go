@@ -76,7 +76,7 @@ type settingResult struct {
 }
 
 func printConfig(s *streams, set *settings) (err error) {
-	res, err := openResult(set.Output.JSON, s.out)
+	res, err := s.openResult(set.Output.JSON)
 	if err != nil {
 		return err
 	}

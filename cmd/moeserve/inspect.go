@@ -44,7 +44,7 @@ memory is allocated. A preset needs no --load-format.
 }
 
 func inspect(s *streams, set *settings) (err error) {
-	res, err := openResult(set.Output.JSON, s.out)
+	res, err := s.openResult(set.Output.JSON)
 	if err != nil {
 		return err
 	}

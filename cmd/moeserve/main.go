@@ -75,7 +75,12 @@ type streams struct {
 	// now is the time. Default: time.Now.
 	now        func() time.Time
 	interrupts interrupts
+	// outputs are the files that flags name.
+	outputs []namedFile
 }
+
+// namedFile is a file and the flag that names it.
+type namedFile struct{ flag, path string }
 
 // interrupts are SIGINTs: they end the process, unless a handler takes them (chat stops a completion).
 type interrupts struct {

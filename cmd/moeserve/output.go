@@ -1,12 +1,14 @@
 package main
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"io/fs"
 	"os"
+	"path/filepath"
 )
 
 // stdoutName names standard output where a file is asked for.
@@ -24,12 +26,17 @@ type result struct {
 
 // openResult checks that the result can be written before any work is done for it.
 // The caller closes it.
-func openResult(path string, stdout io.Writer) (*result, error) {
+func (s *streams) openResult(path string) (*result, error) {
+	if path != stdoutName {
+		if err := s.claim("--json", path); err != nil {
+			return nil, err
+		}
+	}
 	switch path {
 	case "":
 		return &result{}, nil
 	case stdoutName:
-		return &result{path: path, out: stdout}, nil
+		return &result{path: path, out: s.out}, nil
 	}
 	info, err := os.Stat(path)
 	switch {
@@ -47,6 +54,65 @@ func openResult(path string, stdout io.Writer) (*result, error) {
 		return nil, err
 	}
 	return &result{path: path}, nil
+}
+
+// claim refuses a file that another flag names, too: what is written last would replace the rest.
+func (s *streams) claim(flag, path string) error {
+	if path == "" {
+		return nil
+	}
+	for _, o := range s.outputs {
+		switch {
+		case !sameFile(o.path, path):
+		case o.flag == flag:
+			return usagef("%s names %s twice: each would replace the other; name two files", flag, path)
+		default:
+			return usagef("%s %s and %s %s are one file: each would replace the other; name two", o.flag, o.path, flag, path)
+		}
+	}
+	s.outputs = append(s.outputs, namedFile{flag, path})
+	return nil
+}
+
+// sameFile says whether two paths name one file, which need not be there. Pipes and devices take
+// what each writes.
+func sameFile(a, b string) bool {
+	x, errA := os.Stat(a)
+	y, errB := os.Stat(b)
+	if errA == nil || errB == nil {
+		return os.SameFile(x, y) && x.Mode().IsRegular()
+	}
+	x, errA = os.Stat(filepath.Dir(a))
+	y, errB = os.Stat(filepath.Dir(b))
+	return errA == nil && errB == nil && os.SameFile(x, y) && filepath.Base(a) == filepath.Base(b)
+}
+
+// output checks, before any work is done for it, that a flag's file can be made, and claims it.
+func (s *streams) output(flag, path string) error {
+	if path == "" {
+		return nil
+	}
+	return cmp.Or(s.claim(flag, path), writable(flag, path))
+}
+
+// writable checks that a file can be made.
+func writable(flag, path string) error {
+	if info, err := os.Stat(filepath.Dir(path)); err != nil || !info.IsDir() {
+		return usagef("%s %s: no directory %s", flag, path, filepath.Dir(path))
+	}
+	if info, err := os.Stat(path); err == nil && info.IsDir() {
+		return usagef("%s %s: is a directory; name a file", flag, path)
+	} else if err == nil && !info.Mode().IsRegular() {
+		return nil // a pipe or a device, which is opened when there is something to write
+	}
+	f, err := createPart(path)
+	if err == nil {
+		err = errors.Join(f.Close(), os.Remove(f.Name()))
+	}
+	if err != nil {
+		return unwritable(flag, path, err)
+	}
+	return nil
 }
 
 // unwritable words the error of opening a file that may go by another name.

@@ -110,7 +110,7 @@ func plan(s *streams, set *settings, o *planOptions) (err error) {
 	if err := o.workload.Validate(); err != nil {
 		return &usageError{err}
 	}
-	res, err := openResult(set.Output.JSON, s.out)
+	res, err := s.openResult(set.Output.JSON)
 	if err != nil {
 		return err
 	}

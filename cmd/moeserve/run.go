@@ -195,7 +195,10 @@ func parseIDs(list string) ([]int32, error) {
 }
 
 func run(ctx context.Context, s *streams, set *settings, o *runOptions) (err error) {
-	res, err := openResult(set.Output.JSON, s.out)
+	if err := s.output("--trace", set.Output.Trace); err != nil {
+		return err
+	}
+	res, err := s.openResult(set.Output.JSON)
 	if err != nil {
 		return err
 	}
