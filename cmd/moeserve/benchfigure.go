@@ -61,7 +61,7 @@ predicted ones (emulated devices with a virtual clock), never both, and says whi
   moeserve bench figure 6 mixtral-8x7b qwen1.5-moe-a2.7b --load-format dummy \
       --device cuda --peers 1 --resume figure6 --json figure6.json
   moeserve bench figure 6 --from figure6.json --plot figure6.png`,
-		Args:              cobra.MinimumNArgs(1),
+		Args:              someArguments("the number of a figure: 2, 3, 5 or 6 of the Harvest paper"),
 		ValidArgsFunction: completeModelArgument,
 		RunE: func(cmd *cobra.Command, args []string) error {
 			sets, err := eachModel(cmd, args[1:])

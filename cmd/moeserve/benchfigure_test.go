@@ -127,6 +127,7 @@ func TestBenchFigureExperts(t *testing.T) {
 	measured := write(t, filepath.Join(dir, "measured.json"), string(text))
 	for _, c := range []struct{ args, want string }{
 		{"5 --from " + recorded + " --from " + measured + " --plot " + five, "draw measured and predicted ones apart"},
+		{"", "moeserve: bench figure needs the number of a figure: 2, 3, 5 or 6 of the Harvest paper\n"},
 		{"4", "figure 4: must be 2, 3, 5 or 6"},
 		{"6 --fractions 2", "--fractions: "},
 		{"6 --plot x.gif", "--plot x.gif: must be a file that ends in"},

@@ -79,6 +79,7 @@ func TestBenchKernels(t *testing.T) {
 	for _, c := range []struct{ args, want string }{
 		{"kernels --repetitions 0", "--repetitions is 0: must be at least 1"},
 		{"kernels --calibrate " + dir, "is a directory; name a file"},
+		{"predict", "bench predict needs a FILE: "},
 		{"predict " + file("none"), "no such file"},
 		{"predict " + file("kernels.csv"), "has neither timings"},
 		{"predict " + file("steps.jsonl"), "name it with --hardware"},

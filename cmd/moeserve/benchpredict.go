@@ -35,7 +35,7 @@ Nothing is measured and no device is opened.`,
 		Example: `  moeserve bench sweep --hardware here.json --json sweep.json
   moeserve bench predict sweep.json
   moeserve bench predict --hardware here.json steps.jsonl`,
-		Args: cobra.MinimumNArgs(1),
+		Args: someArguments("a FILE: a result of bench throughput --json or bench sweep --json, or times of steps"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			set, err := readSettings(cmd.Flags(), os.Environ())
 			if err != nil {

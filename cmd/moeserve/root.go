@@ -212,6 +212,16 @@ func noArguments(cmd *cobra.Command, args []string) error {
 	return nil
 }
 
+// someArguments refuses a command line without any of the arguments that are missing.
+func someArguments(missing string) cobra.PositionalArgs {
+	return func(cmd *cobra.Command, args []string) error {
+		if len(args) == 0 {
+			return usagef("%s needs %s", commandPath(cmd), missing)
+		}
+		return nil
+	}
+}
+
 // commandPath is the command as configs.Key has it: "bench sweep".
 func commandPath(cmd *cobra.Command) string {
 	_, path, _ := strings.Cut(cmd.CommandPath(), " ")
