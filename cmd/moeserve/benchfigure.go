@@ -332,7 +332,7 @@ func (o *figureOptions) resumeFile(set *settings) string {
 
 // experts measures sweeps of models, or reads their results.
 func (o *figureOptions) experts(ctx context.Context, s *streams, sets []*settings, fractions []float64, number string) (figureFile, any, error) {
-	results, failed := readOthers(o.from)
+	results, failed := readOthers("--from", o.from)
 	if failed != nil {
 		return figureFile{}, nil, failed
 	}

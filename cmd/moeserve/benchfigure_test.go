@@ -133,7 +133,7 @@ func TestBenchFigureExperts(t *testing.T) {
 		{"6 --plot x.gif", "--plot x.gif: must be a file that ends in"},
 		{"5 --plot-over-time x.svg", "--plot-over-time is of figure 2"},
 		{"5 built-in --model built-in", "--model built-in beside built-in"},
-		{"5 --from " + filepath.Join(dir, "none.json"), "none.json"},
+		{"5 --from " + filepath.Join(dir, "none.json"), "moeserve: --from: open "},
 		{"3 mixtral-8x7b", "figure 3 is of no MODEL: leave mixtral-8x7b out"},
 		{"3 --peers none", "there is no peer"},
 		{"3 --from " + measured, "measured.json has no result of bench transfer"},
@@ -223,7 +223,8 @@ func TestBenchHarvest(t *testing.T) {
 	for _, c := range []struct{ args, want string }{
 		{"--steps x --emulate " + rates, "--steps: "},
 		{"--every 0s --emulate " + rates, "--every is 0s"},
-		{"--peers none --emulate " + rates, "peer"},
+		{"--peers none --emulate " + rates, "moeserve: --peers is none: bench harvest measures memory that is borrowed of a peer; name one"},
+		{"--peers 1 --offload-fraction 0 --emulate " + rates, "moeserve: --offload-fraction is 0: bench harvest measures where offloaded experts are; must be above 0"},
 		{"--emulate hbm=64MiB", "give --emulate rates"},
 		{"--plot a.gif --emulate " + rates, "--plot a.gif"},
 	} {

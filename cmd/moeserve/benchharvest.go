@@ -86,6 +86,12 @@ func benchHarvest(ctx context.Context, s *streams, set *settings, o *harvestOpti
 	if !set.given("offload-fraction") && set.Offload.ResidentExperts == "" {
 		set.Offload.Fraction = 0.5
 	}
+	if set.Offload.Fraction == 0 && set.Offload.ResidentExperts == "" {
+		return usagef("--offload-fraction is 0: bench harvest measures where offloaded experts are; must be above 0")
+	}
+	if set.Device.Peers == "none" {
+		return usagef("--peers is none: bench harvest measures memory that is borrowed of a peer; name one")
+	}
 	if set.Offload.Tier == configs.AnyTier {
 		set.Offload.Tier = configs.PeerTier
 	}

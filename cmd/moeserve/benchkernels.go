@@ -86,7 +86,10 @@ func benchKernels(ctx context.Context, s *streams, set *settings, o *kernelOptio
 		return err
 	}
 	machine, emulated := d.machine, !d.Real()
-	base, err := d.calibrationBase(named, "needed")
+	base, err := d.calibrationBase(named, "")
+	if base == nil && err == nil {
+		err = usagef("bench kernels needs the rates and memory sizes of the hardware, and those of %s are not known; name similar hardware with --hardware", d.named())
+	}
 	err = errors.Join(err, d.Close())
 	if err != nil {
 		return err

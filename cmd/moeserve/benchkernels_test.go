@@ -78,6 +78,7 @@ func TestBenchKernels(t *testing.T) {
 	}
 	for _, c := range []struct{ args, want string }{
 		{"kernels --repetitions 0", "--repetitions is 0: must be at least 1"},
+		{"kernels", "moeserve: bench kernels needs the rates and memory sizes of the hardware, and those of emulated devices are not known; name similar hardware with --hardware\n"},
 		{"kernels --calibrate " + dir, "is a directory; name a file"},
 		{"predict", "bench predict needs a FILE: "},
 		{"predict " + file("none"), "no such file"},

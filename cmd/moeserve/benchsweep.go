@@ -93,7 +93,7 @@ func benchSweep(ctx context.Context, s *streams, set *settings, variants []varia
 	if err != nil {
 		return err
 	}
-	others, err := readOthers(o.compare)
+	others, err := readOthers("--compare", o.compare)
 	if err != nil {
 		return err
 	}
@@ -281,17 +281,17 @@ func (o *sweepOptions) files(s *streams) ([]sweepFile, error) {
 	return files, nil
 }
 
-// readOthers reads the results of other sweeps.
-func readOthers(paths []string) ([]eval.Result, error) {
+// readOthers reads the results of other sweeps, which a flag names.
+func readOthers(flag string, paths []string) ([]eval.Result, error) {
 	var all []eval.Result
 	for _, path := range paths {
 		data, err := untrusted.ReadFile(path, untrusted.MaxData)
 		if err != nil {
-			return nil, usagef("--compare: %w", err)
+			return nil, usagef("%s: %w", flag, err)
 		}
 		results, err := eval.ReadResults(data, path)
 		if err != nil {
-			return nil, usagef("--compare: %w", err)
+			return nil, usagef("%s: %w", flag, err)
 		}
 		all = append(all, results...)
 	}

@@ -257,6 +257,14 @@ func (c *copied) peers() []device.Space {
 	return []device.Space{c.peer}
 }
 
+// named is what the devices are called in a sentence.
+func (c *copied) named() string {
+	if c.Real() {
+		return c.Name()
+	}
+	return "emulated devices"
+}
+
 // calibrationBase is the hardware that a calibration into a file is based on: what the user
 // named, or what is known of the devices.
 func (c *copied) calibrationBase(named *planner.Hardware, path string) (*planner.Hardware, error) {
@@ -266,7 +274,7 @@ func (c *copied) calibrationBase(named *planner.Hardware, path string) (*planner
 	case c.machine.Hardware != nil:
 		return &c.machine.Hardware.Hardware, nil
 	case path != "":
-		return nil, usagef("--calibrate: copies do not show compute rates and memory sizes, and those of %s are not known; name similar hardware with --hardware", c.Name())
+		return nil, usagef("--calibrate: copies do not show compute rates and memory sizes, and those of %s are not known; name similar hardware with --hardware", c.named())
 	}
 	return nil, nil
 }

@@ -48,7 +48,7 @@ func OpenBorrower(o node.Options, hardware *planner.Hardware, open func(node.Opt
 	b.Node = New(n, hardware)
 	peers := n.Observe().Harvest().Peers
 	if len(peers) == 0 {
-		return nil, errors.Join(fault.Of(fault.ErrConfig, errors.New("there is no peer to borrow from: name one with --peers")), n.Close())
+		return nil, errors.Join(fault.Of(fault.ErrConfig, errors.New("nothing is borrowed of a peer: name peers with --peers, and leave experts to offload to them")), n.Close())
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
