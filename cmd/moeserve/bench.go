@@ -73,11 +73,11 @@ Ctrl-C ends the measurement with the trials that are done.`,
 
 // addCSV adds the flag --csv.
 func addCSV(cmd *cobra.Command, path *string) {
-	cmd.Flags().StringVar(path, "csv", "", "write the results to a CSV `FILE` too")
+	cmd.Flags().StringVar(path, "csv", "", "write the results to a CSV `FILE` too; -: to standard output")
 }
 
 func benchThroughput(ctx context.Context, s *streams, set *settings, csv string) (err error) {
-	if err := cmp.Or(s.output("--trace", set.Output.Trace), s.output("--csv", csv)); err != nil {
+	if err := cmp.Or(s.inPlace("--trace", set.Output.Trace), s.output("--csv", csv)); err != nil {
 		return err
 	}
 	res, err := s.openResult(set.Output.JSON)
@@ -320,7 +320,11 @@ type outputFile struct {
 
 // create writes the file.
 func (f *outputFile) create(s *streams) error {
-	if err := writeFile(f.path, f.write); err != nil {
+	write := func() error { return writeFile(f.path, f.write) }
+	if f.path == stdoutName {
+		write = func() error { return f.write(s.out) }
+	}
+	if err := write(); err != nil {
 		return fmt.Errorf("%s %w", f.flag, err)
 	}
 	return nil
@@ -334,7 +338,7 @@ func writeAll(s *streams, res *result, v any, files []outputFile, table func(io.
 		errs = append(errs, benchError(f.create(s)))
 	}
 	errs = append(errs, res.write(v))
-	if !res.onStdout() {
+	if !res.onStdout() && !slices.ContainsFunc(files, func(f outputFile) bool { return f.path == stdoutName }) {
 		errs = append(errs, table(s.out))
 	}
 	return errors.Join(errs...)

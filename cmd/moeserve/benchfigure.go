@@ -337,7 +337,7 @@ func (o *figureOptions) experts(ctx context.Context, s *streams, sets []*setting
 		return figureFile{}, nil, failed
 	}
 	for _, set := range sets {
-		if err := s.claim("--resume", o.resumeFile(set)); err != nil {
+		if err := s.inPlace("--resume", o.resumeFile(set)); err != nil {
 			return figureFile{}, nil, err
 		}
 	}

@@ -109,7 +109,7 @@ func benchSweep(ctx context.Context, s *streams, set *settings, variants []varia
 	var complete []outputFile
 	for _, f := range files {
 		file := outputFile{f.flag, f.path, func(w io.Writer) error { return f.write(w, results, others) }}
-		if failed == nil {
+		if failed == nil || f.path == stdoutName {
 			complete = append(complete, file)
 		} else if err := file.create(s); err != nil {
 			s.notice(&set.Output, "%s is not written: %v", f.path, err) // it may need cells that were not measured
@@ -270,7 +270,7 @@ func (o *sweepOptions) files(s *streams) ([]sweepFile, error) {
 			return eval.PlotGains(w, format, slices.Concat(results, others))
 		}})
 	}
-	if err := cmp.Or(s.output("--csv", o.csv), s.claim("--resume", o.resume)); err != nil {
+	if err := cmp.Or(s.output("--csv", o.csv), s.inPlace("--resume", o.resume)); err != nil {
 		return nil, err
 	}
 	if o.csv != "" {

@@ -27,10 +27,8 @@ type result struct {
 // openResult checks that the result can be written before any work is done for it.
 // The caller closes it.
 func (s *streams) openResult(path string) (*result, error) {
-	if path != stdoutName {
-		if err := s.claim("--json", path); err != nil {
-			return nil, err
-		}
+	if err := s.claim("--json", path); err != nil {
+		return nil, err
 	}
 	switch path {
 	case "":
@@ -64,6 +62,8 @@ func (s *streams) claim(flag, path string) error {
 	for _, o := range s.outputs {
 		switch {
 		case !sameFile(o.path, path):
+		case path == stdoutName:
+			return usagef("%s and %s are both -, standard output: name a file for one", o.flag, flag)
 		case o.flag == flag:
 			return usagef("%s names %s twice: each would replace the other; name two files", flag, path)
 		default:
@@ -77,6 +77,9 @@ func (s *streams) claim(flag, path string) error {
 // sameFile says whether two paths name one file, which need not be there. Pipes and devices take
 // what each writes.
 func sameFile(a, b string) bool {
+	if a == stdoutName || b == stdoutName {
+		return a == b
+	}
 	x, errA := os.Stat(a)
 	y, errB := os.Stat(b)
 	if errA == nil || errB == nil {
@@ -92,17 +95,40 @@ func (s *streams) output(flag, path string) error {
 	if path == "" {
 		return nil
 	}
-	return cmp.Or(s.claim(flag, path), writable(flag, path))
+	if err := s.claim(flag, path); path == stdoutName || err != nil {
+		return err
+	}
+	return writable(flag, path)
 }
 
-// writable checks that a file can be made.
-func writable(flag, path string) error {
+// inPlace is output for a file that is written in place, while work goes on.
+func (s *streams) inPlace(flag, path string) error {
+	switch path {
+	case "":
+		return nil
+	case stdoutName:
+		return usagef("%s is -: it cannot go to standard output; name a file", flag)
+	}
+	return cmp.Or(s.claim(flag, path), findPlace(flag, path))
+}
+
+// findPlace checks that a file has a directory, and is none.
+func findPlace(flag, path string) error {
 	if info, err := os.Stat(filepath.Dir(path)); err != nil || !info.IsDir() {
 		return usagef("%s %s: no directory %s", flag, path, filepath.Dir(path))
 	}
 	if info, err := os.Stat(path); err == nil && info.IsDir() {
 		return usagef("%s %s: is a directory; name a file", flag, path)
-	} else if err == nil && !info.Mode().IsRegular() {
+	}
+	return nil
+}
+
+// writable checks that a file can be made.
+func writable(flag, path string) error {
+	if err := findPlace(flag, path); err != nil {
+		return err
+	}
+	if info, err := os.Stat(path); err == nil && !info.Mode().IsRegular() {
 		return nil // a pipe or a device, which is opened when there is something to write
 	}
 	f, err := createPart(path)

@@ -195,7 +195,7 @@ func parseIDs(list string) ([]int32, error) {
 }
 
 func run(ctx context.Context, s *streams, set *settings, o *runOptions) (err error) {
-	if err := s.output("--trace", set.Output.Trace); err != nil {
+	if err := s.inPlace("--trace", set.Output.Trace); err != nil {
 		return err
 	}
 	res, err := s.openResult(set.Output.JSON)

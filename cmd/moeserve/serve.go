@@ -87,7 +87,7 @@ func modelName(set *settings) (string, error) {
 // brings about, is the end of the engine, which is the end of the node. o is what
 // the node is to have besides.
 func serve(ctx context.Context, s *streams, set *settings, o node.Options) (err error) {
-	if err := s.output("--trace", set.Output.Trace); err != nil {
+	if err := s.inPlace("--trace", set.Output.Trace); err != nil {
 		return err
 	}
 	all, err := servedModels(set)
