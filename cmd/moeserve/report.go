@@ -203,7 +203,11 @@ func (r *runResult) summary(hasText bool) []string {
 	if !hasText {
 		lines = append(lines, "ids\t"+strings.Trim(fmt.Sprint(r.TokenIDs), "[]"))
 	}
-	lines = append(lines, fmt.Sprintf("TTFT\t%s (prefill %s)", seconds(p.TTFTSeconds), tokensPerSecond(p.PrefillRate)))
+	if p.TTFTSeconds > 0 {
+		lines = append(lines, fmt.Sprintf("TTFT\t%s (prefill %s)", seconds(p.TTFTSeconds), tokensPerSecond(p.PrefillRate)))
+	} else {
+		lines = append(lines, "TTFT\tnone: no time passes on a virtual clock without rates in --emulate")
+	}
 	if p.TPOTSeconds > 0 {
 		lines = append(lines, fmt.Sprintf("TPOT\t%s (decode %s)", seconds(p.TPOTSeconds), tokensPerSecond(p.DecodeRate)))
 	}

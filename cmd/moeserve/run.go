@@ -290,7 +290,7 @@ type answer struct {
 	prompt, ids []int32
 	text        string
 	finish      engine.FinishReason
-	// prefill is the time to the first token, decode the time from there to the last.
+	// prefill is the time to the first token, decode the time from there to the last, on the machine's clock.
 	prefill, decode time.Duration
 }
 
@@ -312,12 +312,14 @@ func generate(ctx context.Context, n *node.Node, set *settings, from *prompt, ou
 	p := engine.DefaultParams()
 	p.MaxTokens, p.Temperature = set.Generate.MaxTokens, float32(set.Generate.Temperature)
 	p.Seed, p.IgnoreEOS = set.Generate.Seed, set.Generate.IgnoreEOS
-	start := time.Now()
-	var first, last time.Time
+	clock := n.Machine() // a virtual one, too
+	start := clock.Now()
+	var first, last time.Duration
+	began := false
 	outs, err := n.Engine().Generate(ctx, []engine.Request{{Prompt: from.ids, Encoded: from.encoded, Params: p}}, func(_ int, u engine.Update) {
-		last = time.Now()
-		if first.IsZero() {
-			first = last
+		last = clock.Now()
+		if !began {
+			first, began = last, true
 		}
 		for _, t := range u.Tokens {
 			a.ids = append(a.ids, t.ID)
@@ -325,13 +327,13 @@ func generate(ctx context.Context, n *node.Node, set *settings, from *prompt, ou
 		a.text += u.Text
 		say(u.Text)
 	})
-	if !first.IsZero() && n.Text().Tokenizer != nil {
+	if began && n.Text().Tokenizer != nil {
 		say("\n")
 	}
 	if broken != nil {
 		return nil, fmt.Errorf("write the completion: %w", broken)
 	}
-	a.prefill, a.decode = first.Sub(start), last.Sub(first)
+	a.prefill, a.decode = max(0, first-start), last-first
 	if err != nil {
 		return a, err
 	}
