@@ -192,6 +192,7 @@ func Open(ctx context.Context, o Options) (_ *Node, err error) {
 		return nil, err
 	}
 	n.started(u.devices.Close)
+	n.keepTrace(u.devices.Trace())
 	n.occupier = u.devices.Occupier
 	if err := u.applyPolicy(); err != nil {
 		return nil, fault.Of(fault.ErrConfig, err)

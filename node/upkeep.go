@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"sync"
 	"time"
 
 	"github.com/moeserve/moeserve/configs"
@@ -99,6 +100,38 @@ func (n *Node) startUpkeep(others *playback) error {
 	}
 	n.started(n.balance.Close)
 	return n.balance.Start()
+}
+
+// traceInterval is as much of a trace as is lost where the process is killed.
+const traceInterval = time.Second
+
+// keepTrace writes out what there is of a trace while the node is open, and logs it where that fails.
+func (n *Node) keepTrace(w *trace.Writer) {
+	if w == nil {
+		return
+	}
+	closing := make(chan struct{})
+	var flushing sync.WaitGroup
+	flushing.Go(func() {
+		ticker := time.NewTicker(traceInterval)
+		defer ticker.Stop()
+		for {
+			select {
+			case <-closing:
+				return
+			case <-ticker.C:
+			}
+			if err := w.Flush(); err != nil {
+				n.log.Error("the trace cannot be written any more", "err", err)
+				return
+			}
+		}
+	})
+	n.started(func() error {
+		close(closing)
+		flushing.Wait()
+		return nil
+	})
 }
 
 // stepper lets the loops of a virtual clock run before each step.

@@ -164,3 +164,32 @@ func blockFiles(t *testing.T, directory string) []string {
 	}
 	return all
 }
+
+// TestServeTrace: a server that is killed leaves its trace but for the last second, and one that cannot be
+// written is told while the server runs.
+func TestServeTrace(t *testing.T) {
+	t.Parallel()
+	path := filepath.Join(t.TempDir(), "trace.json")
+	full, kept := startServe(t, "--trace", "/dev/full"), startServe(t, "--trace", path)
+	for _, p := range []*process{full, kept} {
+		p.post(t, "/v1/completions", `{"prompt": "1+2=", "max_tokens": 2}`)
+	}
+	for end := time.Now().Add(time.Minute); ; time.Sleep(50 * time.Millisecond) {
+		if text, err := os.ReadFile(path); err == nil && strings.Contains(string(text), "traceEvents") {
+			break
+		} else if time.Now().After(end) {
+			t.Fatalf("%v: %q", err, text)
+		}
+	}
+	time.Sleep(time.Second)
+	for _, p := range []*process{full, kept} {
+		if err := p.cmd.Process.Kill(); err != nil {
+			t.Error(err)
+		}
+		p.rest.Wait()
+		p.cmd.Wait() //nolint:errcheck // it was killed
+	}
+	if n := strings.Count(full.log.String(), `level=ERROR msg="the trace cannot be written any more" err="write /dev/full: no space left on device"`); n != 1 {
+		t.Errorf("told %d times: %s", n, full.log)
+	}
+}

@@ -2,6 +2,7 @@ package trace_test
 
 import (
 	"bytes"
+	"compress/gzip"
 	"context"
 	"encoding/json"
 	"errors"
@@ -121,8 +122,28 @@ func TestWriterFails(t *testing.T) {
 	for i := range 40000 {
 		w.Add(trace.Span{Stream: "s", Op: "launch", Start: time.Duration(i), End: time.Duration(i + 1)})
 	}
+	if err := w.Flush(); err == nil || w.Flush() != nil {
+		t.Errorf("an error is returned once: %v", err)
+	}
 	if err := w.Close(); err == nil || !strings.Contains(err.Error(), "disk full") {
 		t.Errorf("a trace that could not be written: %v", err)
+	}
+}
+
+// TestFlush: what was added is there before the end, also of a compressed trace.
+func TestFlush(t *testing.T) {
+	var plain, packed bytes.Buffer
+	z := gzip.NewWriter(&packed)
+	for _, out := range []io.Writer{&plain, z} {
+		w := trace.NewWriter(out)
+		w.Add(trace.Span{Stream: "s", Op: "launch", Name: "norm", Start: 1, End: 2})
+		check(t, w.Flush())
+	}
+	r, err := gzip.NewReader(&packed)
+	check(t, err)
+	unpacked := make([]byte, plain.Len())
+	if _, err := io.ReadFull(r, unpacked); err != nil || !strings.Contains(plain.String(), "norm") || string(unpacked) != plain.String() {
+		t.Errorf("%v: %q, compressed %q", err, &plain, unpacked)
 	}
 }
 

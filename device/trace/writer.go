@@ -56,7 +56,9 @@ const (
 type Writer struct {
 	mu     sync.Mutex
 	w      *bufio.Writer
+	out    io.Writer
 	err    error
+	told   bool // Flush has returned err
 	tracks map[trackID]*track
 	// processes whose names have been written.
 	processes map[int]bool
@@ -102,7 +104,7 @@ type enclosing struct {
 // NewWriter returns a Writer to w, which it does not close.
 func NewWriter(w io.Writer) *Writer {
 	return &Writer{
-		w: bufio.NewWriterSize(w, 1<<20), tracks: map[trackID]*track{}, processes: map[int]bool{}, links: map[trackID]*link{}, points: points{},
+		w: bufio.NewWriterSize(w, 1<<20), out: w, tracks: map[trackID]*track{}, processes: map[int]bool{}, links: map[trackID]*link{}, points: points{},
 	}
 }
 
@@ -507,6 +509,26 @@ func (w *Writer) print(s string) {
 	}
 }
 
+// Flush writes out what has been added, also through a compressing writer, so that it is there
+// where the process is killed. Only the first call after an error returns it.
+func (w *Writer) Flush() error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	pending := w.w.Buffered() > 0
+	err := w.w.Flush()
+	if f, ok := w.out.(interface{ Flush() error }); ok && err == nil && pending {
+		err = f.Flush()
+	}
+	if w.err == nil {
+		w.err = err
+	}
+	if w.err == nil || w.told {
+		return nil
+	}
+	w.told = true
+	return w.err
+}
+
 // Close writes what is pending and ends the file. Nothing may be added afterwards.
 func (w *Writer) Close() error {
 	w.mu.Lock()
@@ -526,7 +548,7 @@ func (w *Writer) Close() error {
 		w.err = err
 	}
 	if w.err != nil {
-		return fmt.Errorf("trace: %w", w.err)
+		return fmt.Errorf("--trace: %w", w.err)
 	}
 	return nil
 }
