@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"maps"
 	"os"
 	"slices"
@@ -34,13 +35,18 @@ func OpenJournal(path string, config map[string]string) (_ *Journal, err error) 
 	if info, err := os.Stat(path); err == nil && !info.Mode().IsRegular() { // opening a device may do something
 		return nil, Inputf("%s is not a regular file; name another", path)
 	}
+	_, err = os.Stat(path)
+	created := errors.Is(err, fs.ErrNotExist)
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE, 0o666)
 	if err != nil {
 		return nil, &inputError{err}
 	}
 	defer func() {
-		if err != nil {
-			err = errors.Join(err, f.Close())
+		if err == nil {
+			return
+		}
+		if err = errors.Join(err, f.Close()); created {
+			err = errors.Join(err, os.Remove(path))
 		}
 	}()
 	if info, err := f.Stat(); err == nil && !info.Mode().IsRegular() {
@@ -72,7 +78,9 @@ func OpenJournal(path string, config map[string]string) (_ *Journal, err error) 
 		return nil, fmt.Errorf("eval: %w", err)
 	}
 	if n == 0 {
-		return j, j.append(journalHead{config})
+		if err := j.append(journalHead{config}); err != nil {
+			return nil, fmt.Errorf("eval: begin the file: %w", err)
+		}
 	}
 	return j, nil
 }
@@ -106,7 +114,12 @@ func (j *Journal) read(path string, n int, line []byte, config map[string]string
 }
 
 // Append writes a finished cell and syncs it to disk.
-func (j *Journal) Append(r Result) error { return j.append(r) }
+func (j *Journal) Append(r Result) error {
+	if err := j.append(r); err != nil {
+		return fmt.Errorf("eval: write a finished cell: %w", err)
+	}
+	return nil
+}
 
 func (j *Journal) append(v any) error {
 	line, err := json.Marshal(v)
@@ -116,10 +129,7 @@ func (j *Journal) append(v any) error {
 	if err == nil {
 		err = j.file.Sync()
 	}
-	if err != nil {
-		return fmt.Errorf("eval: write a finished cell: %w", err)
-	}
-	return nil
+	return err
 }
 
 // Close closes the file.

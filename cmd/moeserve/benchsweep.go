@@ -181,7 +181,7 @@ func measureCells(ctx context.Context, s *streams, set *settings, variants []var
 		if i == 0 && resume != "" {
 			config["sha256 of the prompts"] = fmt.Sprintf("%x", eval.Digest(b.options.Prompts))
 			if journal, err = eval.OpenJournal(resume, config); err != nil {
-				return nil, usagef("--resume: %w", err)
+				return nil, benchError(fmt.Errorf("--resume: %w", err))
 			}
 			defer journal.Close() //nolint:errcheck // each line has been synced
 		}

@@ -10,7 +10,7 @@
 //
 //   - The exit code says what failed: see exitCode.
 //   - A command that fails leaves no file behind; a benchmark leaves what it has measured,
-//     also where it is interrupted, or nobody reads its standard output.
+//     also where it is interrupted, or nobody reads its standard output. A trace stays, too.
 package main
 
 import (

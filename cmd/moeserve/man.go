@@ -2,7 +2,9 @@ package main
 
 import (
 	"fmt"
+	"io"
 	"os"
+	"path/filepath"
 	"strings"
 
 	"github.com/spf13/cobra"
@@ -32,7 +34,7 @@ man. --dir writes the pages of all commands, for packages.`,
 				if err := os.MkdirAll(dir, 0o755); err != nil {
 					return fmt.Errorf("cannot write manual pages: %w", err)
 				}
-				return doc.GenManTree(root, &header, dir)
+				return writeMan(root, header, dir)
 			}
 			of, rest, err := root.Find(args)
 			if err != nil || len(rest) > 0 {
@@ -44,4 +46,22 @@ man. --dir writes the pages of all commands, for packages.`,
 	}
 	cmd.Flags().StringVar(&dir, "dir", "", "`FOLDER` to write the pages of all commands to")
 	return cmd
+}
+
+// writeMan writes the pages of a command and those below it.
+func writeMan(cmd *cobra.Command, header doc.GenManHeader, dir string) error {
+	for _, c := range cmd.Commands() {
+		if !c.IsAvailableCommand() || c.IsAdditionalHelpTopicCommand() {
+			continue
+		}
+		if err := writeMan(c, header, dir); err != nil {
+			return err
+		}
+	}
+	name := strings.ReplaceAll(cmd.CommandPath(), " ", "-") + "." + header.Section
+	// The header is a copy: each page has a title of its own.
+	if err := writeFile(filepath.Join(dir, name), func(w io.Writer) error { return doc.GenMan(cmd, &header, w) }); err != nil {
+		return fmt.Errorf("--dir: %w", err)
+	}
+	return nil
 }

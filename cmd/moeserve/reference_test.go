@@ -320,7 +320,7 @@ func TestReferenceExitCodes(t *testing.T) {
 		t.Fatal(err)
 	}
 	var b strings.Builder
-	b.WriteString("Errors are one line on standard error: `moeserve: ` and what is wrong. [errors.md](errors.md) has examples. A command that fails leaves no result file behind.\n\n" +
+	b.WriteString("Errors are one line on standard error: `moeserve: ` and what is wrong. [errors.md](errors.md) has examples. A command that fails leaves no result file behind, with two exceptions: a benchmark that was interrupted or failed leaves what it had measured by then (`--json`, `--csv`, `--resume`), and a trace stays as far as it was written.\n\n" +
 		"| exit code | meaning | what to do |\n|---|---|---|\n")
 	found := 0
 	ast.Inspect(f, func(n ast.Node) bool {
