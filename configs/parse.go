@@ -45,6 +45,19 @@ func (d Device) ParsePeers() (PeerChoice, error) {
 	return c, nil
 }
 
+// CheckPeers refuses peers that emulated devices do not have, by the number of their GPUs. Errors are *SettingError.
+func (d Device) CheckPeers(gpus int) error {
+	c, err := d.ParsePeers()
+	if err != nil || len(c.GPUs) == 0 || slices.Max(c.GPUs) < gpus {
+		return err
+	}
+	have := fmt.Sprintf("GPUs 0 to %d", gpus-1)
+	if gpus == 1 {
+		have = "one GPU, 0"
+	}
+	return &SettingError{Key: "peers", Value: d.Peers, Want: fmt.Sprintf("names GPU %d, and the emulated machine has %s", slices.Max(c.GPUs), have)}
+}
+
 // HostPathChoice is what the setting host-paths asks for.
 type HostPathChoice struct {
 	// Auto leaves it to the calibration.

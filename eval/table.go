@@ -1,6 +1,7 @@
 package eval
 
 import (
+	"bytes"
 	"encoding/csv"
 	"encoding/json"
 	"fmt"
@@ -251,7 +252,10 @@ func ReadResults(data []byte, name string) ([]Result, error) {
 	var many []Result
 	if err := json.Unmarshal(data, &many); err != nil {
 		var one Result
-		if json.Unmarshal(data, &one) != nil {
+		if e := json.Unmarshal(data, &one); e != nil {
+			if bytes.HasPrefix(bytes.TrimSpace(data), []byte("{")) {
+				err = e
+			}
 			return nil, Inputf("%s has no results of bench sweep or bench throughput: %w", name, err)
 		}
 		many = []Result{one}

@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strconv"
+	"strings"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
@@ -49,7 +51,11 @@ func (n *Node) CanChange(to *configs.Settings, keys ...string) error {
 			}
 			for _, gpu := range choice.GPUs {
 				if _, ok := n.lenders[gpu]; !ok {
-					return refuse(key, "names GPU %d; the GPUs that were peers at the start can change, %v: start again with --peers for others", gpu, slices.Sorted(maps.Keys(n.lenders)))
+					var have []string
+					for _, at := range slices.Sorted(maps.Keys(n.lenders)) {
+						have = append(have, strconv.Itoa(at))
+					}
+					return refuse(key, "names GPU %d; only GPUs that were peers at the start can be, %s: start again with --peers for others", gpu, strings.Join(have, ", "))
 				}
 			}
 		default:

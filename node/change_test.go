@@ -125,7 +125,7 @@ func TestChangeRefused(t *testing.T) {
 		{alone, map[string]any{node.MigrationLimitKey: "0"}, node.MigrationLimitKey, "--dynamic-residency"},
 		{alone, map[string]any{node.PeersKey: "1"}, node.PeersKey, "names GPU 1"},
 		{alone, map[string]any{node.PeersKey: "auto"}, node.PeersKey, "start again with --peers"},
-		{peers, map[string]any{node.PeersKey: "1,7", node.HeadroomKey: "100%"}, node.PeersKey, "names GPU 7; the GPUs that were peers at the start can change, [1 2]"},
+		{peers, map[string]any{node.PeersKey: "1,7", node.HeadroomKey: "100%"}, node.PeersKey, "names GPU 7; only GPUs that were peers at the start can be, 1, 2: start again"},
 		{peers, map[string]any{"offload-fraction": 0.25, node.HeadroomKey: "100%"}, "offload-fraction", "start again with it"},
 	} {
 		s, keys := changed(t, c.n, c.values)

@@ -3,6 +3,8 @@ package node
 import (
 	"fmt"
 	"slices"
+	"strconv"
+	"strings"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
@@ -58,11 +60,11 @@ func (u *setup) chooseKVPeers(peers []device.Space) error {
 	for i, named := range c.DestGPUs {
 		at := slices.IndexFunc(peers, func(p device.Space) bool { return u.devices.Number(p) == named })
 		if at < 0 {
-			var have []int
+			var have []string
 			for _, p := range peers {
-				have = append(have, u.devices.Number(p))
+				have = append(have, strconv.Itoa(u.devices.Number(p)))
 			}
-			return fmt.Errorf("--kv-transfer-config: dest_gpu_id is %d, and the peers are %v; choose one of these, or name it by --peers", named, have)
+			return fmt.Errorf("--kv-transfer-config: dest_gpu_id is %d, and the peers are GPUs %s; choose one of these, or name it by --peers", named, strings.Join(have, ", "))
 		}
 		c.DestGPUs[i], _ = peers[at].GPU()
 		u.kvPeers = append(u.kvPeers, peers[at])

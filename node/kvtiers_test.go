@@ -34,7 +34,7 @@ func TestKVTierSettings(t *testing.T) {
 		}, "name GPUs whose memory may be borrowed, as --peers 1"},
 		"another peer": {func(s *configs.Settings) {
 			s.KV.TransferConfig = `{"kv_connector_extra_config": {"num_gpu_blocks": 8, "dest_gpu_id": 9}}`
-		}, "dest_gpu_id is 9, and the peers are [1 2]"},
+		}, "dest_gpu_id is 9, and the peers are GPUs 1, 2; "},
 		"no directory": {func(s *configs.Settings) {
 			s.KV.TransferConfig = `{"kv_connector_extra_config": {"num_file_blocks": 8, "directory": "` + file + `"}}`
 		}, "name a folder that exists"},

@@ -37,7 +37,7 @@ func choosePaths(s *configs.Settings) (p hostPaths, err error) {
 	if name := s.Plan.Hardware; name != "" {
 		h, err := planning.LoadHardware(name)
 		if err != nil {
-			return p, fmt.Errorf("hardware: %w", err)
+			return p, fmt.Errorf("--hardware: %w", err)
 		}
 		if h.Multipath != nil && h.Multipath.GPU == s.Device.GPU {
 			p.calibration = h.Multipath

@@ -306,8 +306,8 @@ func TestBadPeers(t *testing.T) {
 		change  func(*configs.Settings)
 		want    string
 	}{
-		{"unknown", apart, false, func(s *configs.Settings) { s.Device.Peers = "1,3" }, "no peer gpu3: the machine has 3 GPUs"},
-		{"unknown and not used", apart, false, func(s *configs.Settings) { s.Device.Peers, s.Offload.Tier = "1,3", configs.HostTier }, "no peer gpu3"},
+		{"unknown", apart, false, func(s *configs.Settings) { s.Device.Peers = "1,3" }, `--peers is "1,3": names GPU 3, and the emulated machine has GPUs 0 to 2`},
+		{"unknown and not used", apart, false, func(s *configs.Settings) { s.Device.Peers, s.Offload.Tier = "1,3", configs.HostTier }, "names GPU 3, and"},
 		{"the compute GPU", apart, false, func(s *configs.Settings) { s.Device.Peers, s.Device.GPU = "0", 1 }, "gpu0 is the GPU that computes"},
 		{"out of reach", split, false, func(s *configs.Settings) { s.Device.Peers = "1,2" }, "GPU 0 has no access to the memory of GPU 2 (device: from gpu2 to gpu0: no path between these memory spaces); leave it out: experts are then copied from host memory"},
 		{"too little", apart, false, func(s *configs.Settings) {

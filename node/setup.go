@@ -59,7 +59,7 @@ func newSetup(o *Options, model *checkpoint.Model) (_ *setup, err error) {
 	if h := s.Plan.Hardware; h != "" {
 		// The named hardware must exist, whether or not it is used.
 		if _, err := planning.LoadHardware(h); err != nil {
-			return nil, fault.Of(fault.ErrConfig, fmt.Errorf("hardware: %w", err))
+			return nil, fault.Of(fault.ErrConfig, fmt.Errorf("--hardware: %w", err))
 		}
 	}
 	u := &setup{o: o, settings: o.Settings, model: model}
@@ -144,6 +144,11 @@ func (u *setup) choosePeers() error {
 		return err
 	}
 	// The named peers must exist, whether or not they are used.
+	if !u.devices.Real() {
+		if err := u.settings.Device.CheckPeers(len(u.devices.Machine.Topology().GPUs)); err != nil {
+			return err
+		}
+	}
 	peers, err := u.devices.Peers(c)
 	if err != nil {
 		return err
@@ -267,7 +272,7 @@ func (u *setup) placement() (experts.Placement, error) {
 	if path, ok := offload.ResidentExpertsFile(); ok {
 		data, err := untrusted.ReadFile(path, untrusted.MaxSettings)
 		if err != nil {
-			return nil, fmt.Errorf("resident-experts: %w", err)
+			return nil, fmt.Errorf("--resident-experts: %w", err)
 		}
 		list = string(data)
 	}

@@ -79,7 +79,7 @@ func readTrace(d *devices.Devices, c configs.TraceChoice) (tenants.Trace, error)
 	}
 	data, err := untrusted.ReadFile(c.File, untrusted.MaxSettings)
 	if err != nil {
-		return nil, fmt.Errorf("availability-trace: %w", err)
+		return nil, fmt.Errorf("--availability-trace: %w", err)
 	}
 	trace, err := tenants.Read(bytes.NewReader(data), peers, 0)
 	if err != nil {

@@ -75,7 +75,7 @@ func ParsePolicy(data []byte, m Model) (Policy, error) {
 	case around.Experts > 0 && (around.Experts != all || around.ExpertBytes != m.ExpertBytes()):
 		return Policy{}, fmt.Errorf("planner: read policy: the policy is for %s with %d experts of %d bytes, and model %s has %d of %d", around.Model, around.Experts, around.ExpertBytes, m.Name, all, m.ExpertBytes())
 	case p.ResidentExperts > all || p.ResidentExperts+p.PeerExperts > all:
-		return Policy{}, fmt.Errorf("planner: read policy: %d resident experts and %d in peer memory, and model %s has %d: the policy is for another model", p.ResidentExperts, p.PeerExperts, m.Name, all)
+		return Policy{}, fmt.Errorf("planner: read policy: resident_experts is %d and peer_experts %d, and model %s has %d experts: the policy is for another model", p.ResidentExperts, p.PeerExperts, m.Name, all)
 	case p.MicroBatch > p.Batch:
 		return Policy{}, fmt.Errorf("planner: read policy: micro_batch_tokens is %d and batch %d: make micro-batches at most the batch", p.MicroBatch, p.Batch)
 	}
@@ -121,7 +121,7 @@ func (p *Problem) normal(x Policy) (Policy, error) {
 	case x.PrefillTokens < 1:
 		return x, fmt.Errorf("planner: %d prompt tokens a step: a step has at least one", x.PrefillTokens)
 	case x.ResidentExperts < 0 || x.ResidentExperts > total:
-		return x, fmt.Errorf("planner: %d resident experts, and model %s has %d", x.ResidentExperts, p.Model.Name, total)
+		return x, fmt.Errorf("planner: resident_experts is %d, and model %s has %d experts", x.ResidentExperts, p.Model.Name, total)
 	case x.PeerExperts < 0 || x.PeerExperts > total-x.ResidentExperts:
 		return x, fmt.Errorf("planner: %d experts in peer memory, and %d are offloaded", x.PeerExperts, total-x.ResidentExperts)
 	case x.PeerExperts > 0 && p.Hardware.PeerMemory == 0:

@@ -40,7 +40,7 @@ func TestPolicyJSONRefuses(t *testing.T) {
 		`{"batch": "4", "resident_experts": 1}`:                            "batch",
 		`{"batch": 4, "resident_experts": 1, "mikro_batch": 1}`:            `unknown field "mikro_batch"`,
 		`{"batch": 4, "resident_experts": 1, "micro_batch_tokens": 9}`:     "micro_batch_tokens is 9 and batch 4",
-		`{"batch": 4, "resident_experts": 200, "peer_experts": 57}`:        "200 resident experts and 57 in peer memory, and model mixtral-8x7b has 256",
+		`{"batch": 4, "resident_experts": 200, "peer_experts": 57}`:        "resident_experts is 200 and peer_experts 57, and model mixtral-8x7b has 256 experts",
 
 		`{"model": "m", "experts": 48, "expert_bytes": 7, "policy": {"batch": 4, "resident_experts": 1}}`: "the policy is for m with 48 experts of 7 bytes, and model mixtral-8x7b has 256 of ",
 	} {

@@ -187,7 +187,7 @@ func TestPredictRefuses(t *testing.T) {
 		{Policy{}, "a batch of 0 sequences"},
 		{Policy{Batch: 4, MicroBatch: 8}, "micro-batches of 8 tokens in a batch of 4: make them at most the batch"},
 		{Policy{Batch: 101}, "a batch of 101 sequences for 100 requests"},
-		{Policy{Batch: 1, ResidentExperts: 257}, "257 resident experts, and model mixtral-8x7b has 256"},
+		{Policy{Batch: 1, ResidentExperts: 257}, "resident_experts is 257, and model mixtral-8x7b has 256"},
 		{Policy{Batch: 1, ResidentExperts: 200, PeerExperts: 57}, "57 experts in peer memory, and 56 are offloaded"},
 		{Policy{Batch: 1, PeerExperts: 1}, "hardware l4 has no peers"},
 		{Policy{Batch: 1, KVOnHost: math.NaN()}, "a share NaN of the KV cache"},

@@ -238,6 +238,11 @@ func openCopied(s *streams, set *settings, hardware *planner.Hardware) (_ *copie
 	if err != nil {
 		return nil, err
 	}
+	if !d.Real() {
+		if err := set.Device.CheckPeers(len(d.Machine.Topology().GPUs)); err != nil {
+			return nil, errors.Join(&usageError{err}, d.Close())
+		}
+	}
 	peers, err := d.Peers(choice)
 	if err != nil {
 		return nil, errors.Join(fault.Of(fault.ErrConfig, err), d.Close())

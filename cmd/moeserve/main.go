@@ -14,14 +14,19 @@
 package main
 
 import (
+	"cmp"
 	"context"
+	"encoding"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"log/slog"
 	"os"
 	"os/signal"
+	"reflect"
 	"slices"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -77,6 +82,8 @@ type streams struct {
 	interrupts interrupts
 	// outputs are the files that flags name.
 	outputs []namedFile
+	// help is the error of printing help.
+	help error
 }
 
 // namedFile is a file and the flag that names it.
@@ -134,7 +141,7 @@ func execute(ctx context.Context, s *streams, args []string) int {
 	root := newRoot(s)
 	root.SetArgs(args)
 	cmd, err := root.ExecuteContextC(ctx)
-	if err == nil {
+	if err = cmp.Or(err, s.help); err == nil {
 		return exitDone
 	}
 	code := exitCode(err)
@@ -153,7 +160,50 @@ func execute(ctx context.Context, s *streams, args []string) int {
 }
 
 // oneLine is an error as a person reads it.
-func oneLine(err error) string { return server.Message(err) }
+func oneLine(err error) string {
+	var wrong *json.UnmarshalTypeError
+	if errors.As(err, &wrong) {
+		err = errors.New(strings.ReplaceAll(err.Error(), wrong.Error(), plainJSON(wrong)))
+	}
+	return server.Message(err)
+}
+
+// plainJSON words a value of the wrong kind without the names of types in Go.
+func plainJSON(wrong *json.UnmarshalTypeError) string {
+	is, number, _ := strings.Cut(wrong.Value, " ")
+	switch is {
+	case "number":
+		is = cmp.Or(number, "a number")
+	case "bool":
+		is = "true or false"
+	case "string":
+		is = "a text"
+	case "array":
+		is = "a list"
+	case "object":
+		is = "an object"
+	}
+	want := "an object"
+	switch kind := wrong.Type.Kind(); {
+	case kind == reflect.String || reflect.PointerTo(wrong.Type).Implements(reflect.TypeFor[encoding.TextUnmarshaler]()):
+		want = "a text"
+	case kind == reflect.Bool:
+		want = "true or false"
+	case kind == reflect.Float32 || kind == reflect.Float64:
+		want = "a number"
+	case kind >= reflect.Int && kind <= reflect.Uint64:
+		want = "a whole number"
+	case kind == reflect.Slice || kind == reflect.Array:
+		want = "a list"
+	}
+	text := fmt.Sprintf("%s where %s belongs", is, want)
+	// Keys have no capital letters; embedded types have.
+	keys := slices.DeleteFunc(strings.Split(wrong.Field, "."), func(key string) bool { return key != strings.ToLower(key) })
+	if field := strings.Join(keys, "."); field != "" {
+		text = field + ": " + text
+	}
+	return text
+}
 
 // logsJSON says whether standard error of a command is JSON, line by line: then so is the error
 // that ends it.

@@ -61,7 +61,7 @@ func writeMan(cmd *cobra.Command, header doc.GenManHeader, dir string) error {
 	name := strings.ReplaceAll(cmd.CommandPath(), " ", "-") + "." + header.Section
 	// The header is a copy: each page has a title of its own.
 	if err := writeFile(filepath.Join(dir, name), func(w io.Writer) error { return doc.GenMan(cmd, &header, w) }); err != nil {
-		return fmt.Errorf("--dir: %w", err)
+		return fmt.Errorf("--dir %w", err)
 	}
 	return nil
 }

@@ -143,11 +143,16 @@ func writable(flag, path string) error {
 
 // unwritable words the error of opening a file that may go by another name.
 func unwritable(flag, path string, err error) error {
+	return usagef("%s %s: %w", flag, path, cause(err))
+}
+
+// cause is the error without the name of the file.
+func cause(err error) error {
 	var of *fs.PathError
 	if errors.As(err, &of) {
-		err = of.Err
+		return of.Err
 	}
-	return usagef("%s %s: %w", flag, path, err)
+	return err
 }
 
 // onStdout says that standard output is the result's alone.
@@ -166,7 +171,9 @@ func (r *result) write(v any) error {
 	case r.out != nil:
 		err = encode(r.out)
 	case r.path != "":
-		err = writeFile(r.path, encode)
+		if err := writeFile(r.path, encode); err != nil {
+			return fmt.Errorf("--json %w", err)
+		}
 	}
 	if err != nil {
 		return fmt.Errorf("--json: %w", err)
@@ -193,16 +200,16 @@ func writeFile(path string, write func(io.Writer) error) (err error) {
 	if info, err := os.Stat(path); err == nil && !info.Mode().IsRegular() {
 		f, err := os.OpenFile(path, os.O_WRONLY, 0)
 		if err != nil {
-			return err
+			return fmt.Errorf("%s: %w", path, cause(err))
 		}
 		if err := errors.Join(write(f), f.Close()); err != nil {
-			return fmt.Errorf("%s: %w", path, err)
+			return fmt.Errorf("%s: %w", path, cause(err))
 		}
 		return nil
 	}
 	f, err := createPart(path)
 	if err != nil {
-		return err
+		return fmt.Errorf("%s: %w", path, cause(err))
 	}
 	defer func() {
 		if err != nil {
@@ -211,7 +218,7 @@ func writeFile(path string, write func(io.Writer) error) (err error) {
 	}()
 	err = write(f)
 	if err = errors.Join(err, f.Close()); err != nil {
-		return fmt.Errorf("%s: %w", path, err)
+		return fmt.Errorf("%s: %w", path, cause(err))
 	}
 	return os.Rename(f.Name(), path)
 }

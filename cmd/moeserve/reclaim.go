@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"os"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -63,6 +64,8 @@ func reclaimMemory(ctx context.Context, s *streams, o *reclaimOptions) error {
 	switch {
 	case o.device == "":
 		return usagef("--device is not set: the number of a GPU, as in --peers, or its UUID")
+	case o.gib == 0:
+		return usagef("--gib is not set: how much memory is to be free on GPU %s, in GiB", o.device)
 	case !(o.gib > 0 && o.gib <= maxReclaimGiB):
 		return usagef("--gib is %v: must be above 0 and at most %d", o.gib, maxReclaimGiB)
 	case o.deadline <= 0 || o.deadline > time.Hour:
@@ -79,6 +82,8 @@ func reclaimMemory(ctx context.Context, s *streams, o *reclaimOptions) error {
 	c := reclaim.Client{Dir: runtimeDir(dir), URL: o.url, Key: os.Getenv("MOESERVE_API_KEY")}
 	r, err := c.Reclaim(ctx, reclaim.Request{Device: o.device, Bytes: bytes, Within: o.deadline})
 	switch {
+	case err != nil && strings.HasPrefix(err.Error(), "reclaim: "):
+		return err
 	case err != nil:
 		return fmt.Errorf("reclaim: %w", err)
 	case r.Processes == 0:

@@ -40,9 +40,10 @@ func TestReclaim(t *testing.T) {
 		{"--device 1 --gib 1", exitFailed, `(?s)still borrowed\n.*reclaim: 64\.00 MiB of 1\.00 GiB are free on GPU 1: the GPU has 64\.00 MiB in all\n$`},
 		{"--device 1 --gib 1 --url " + p.url, exitFailed, "Unknown request URL: GET /harvest/borrowed"},
 		{"--gib 1", exitUsage, "--device is not set"},
-		{"--device 1", exitUsage, "--gib is 0: must be above 0"},
+		{"--device 1", exitUsage, "moeserve: --gib is not set: how much memory is to be free on GPU 1, in GiB"},
+		{"--device 1 --gib -1", exitUsage, "--gib is -1: must be above 0"},
 		{"--device 1 --gib 1 --deadline 0s", exitUsage, "--deadline is 0s"},
-		{"--device 1 --gib 1 --runtime-dir /no/such/dir", exitFailed, "open /no/such/dir: no such file or directory"},
+		{"--device 1 --gib 1 --runtime-dir /no/such/dir", exitFailed, "moeserve: reclaim: open /no/such/dir: no such file or directory"},
 	} {
 		out, errs, code := reclaim(strings.Fields(c.args)...)
 		if code != c.code || !regexp.MustCompile(c.wants).MatchString(out+errs) {

@@ -2,6 +2,7 @@ package main
 
 import (
 	"errors"
+	"io"
 	"slices"
 	"strings"
 
@@ -49,7 +50,11 @@ Exit codes: 0 done, 1 failed while running (inspect: the model does not fit),
 	completeValues(root)
 	h := &helpPrinter{}
 	h.addTo(root)
-	root.SetHelpFunc(func(cmd *cobra.Command, _ []string) { h.print(cmd.OutOrStdout(), cmd) })
+	root.SetHelpFunc(func(cmd *cobra.Command, _ []string) {
+		var text strings.Builder
+		h.print(&text, cmd)
+		_, s.help = io.WriteString(s.out, text.String())
+	})
 	return root
 }
 

@@ -50,7 +50,7 @@ func (m *Model) ReadText() (Text, error) {
 	}
 	t.Template, err = chat.Load(m.Files, m.Name)
 	if err != nil && !errors.Is(err, chat.ErrNoTemplate) {
-		t.Template, t.Broken = nil, fault.Of(fault.ErrModel, fmt.Errorf("%s: %w; moeserve run --raw does without the template", m.Name, err))
+		t.Template, t.Broken = nil, fault.Of(fault.ErrModel, fmt.Errorf("%w; moeserve run --raw does without the template", err))
 	}
 	return t, nil
 }

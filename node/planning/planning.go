@@ -514,7 +514,7 @@ func (p *Problem) file() (x planner.Policy, notes []string, err error) {
 	path := string(p.policy)
 	data, err := untrusted.ReadFile(path, untrusted.MaxSettings)
 	if err != nil {
-		return x, nil, fmt.Errorf("policy: %w; use none, auto, or a file of plan --json", err)
+		return x, nil, fmt.Errorf("--policy: %w; use none, auto, or a file of plan --json", err)
 	}
 	if x, err = planner.ParsePolicy(data, p.Model); err != nil {
 		return x, nil, fmt.Errorf("%s: %w; plan --json writes policies", path, err)

@@ -164,17 +164,17 @@ func (f *Footprint) Place(o configs.Offload, list string) (experts.Placement, er
 	}
 	named, err := configs.ParseExperts(list)
 	if err != nil {
-		return nil, fmt.Errorf("resident-experts: %w", err)
+		return nil, fmt.Errorf("--resident-experts: %w", err)
 	}
 	var resident []experts.ID
 	for _, l := range named {
 		at, ok := slices.BinarySearch(layers, l.Layer)
 		if !ok {
-			return nil, fmt.Errorf("resident-experts: layer %d has no experts; the model's layers with experts are %s", l.Layer, spans(layers))
+			return nil, fmt.Errorf("--resident-experts: layer %d has no experts; the model's layers with experts are %s", l.Layer, spans(layers))
 		}
 		for _, e := range l.Experts {
 			if e >= each {
-				return nil, fmt.Errorf("resident-experts: no expert %d in layer %d: the layer has %d, from 0 on", e, l.Layer, each)
+				return nil, fmt.Errorf("--resident-experts: no expert %d in layer %d: the layer has %d, from 0 on", e, l.Layer, each)
 			}
 			resident = append(resident, experts.ID{Layer: at, Expert: e})
 		}
