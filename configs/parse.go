@@ -588,6 +588,11 @@ func (s Serve) ParseCORS() (CORS, error) {
 			return c, &SettingError{Key: l.key, Value: l.value, Want: `must be a list separated by commas, or a JSON list as ["a", "b"]`}
 		}
 	}
+	for _, origin := range c.Origins {
+		if scheme, host, _ := strings.Cut(origin, "://"); origin != "*" && (scheme == "" || host == "") {
+			return c, &SettingError{Key: "allowed-origins", Value: s.AllowedOrigins, Want: fmt.Sprintf("names %q without a scheme, which no browser sends; write it as https://example.com", origin)}
+		}
+	}
 	if s.AllowCredentials && (len(c.Origins) == 0 || slices.Contains(c.Origins, "*")) {
 		return c, &SettingError{Key: "allow-credentials", Value: true, Want: "needs --allowed-origins by name: all pages of a browser could use its cookies"}
 	}

@@ -18,6 +18,7 @@ func TestServeLists(t *testing.T) {
 		{func(s *Serve) { s.ServedModelName = "a,a" }, `configs: --served-model-name is "a,a": must be a name, or different names separated by commas`},
 		{func(s *Serve) { s.AllowedMethods = "[1]" }, `configs: --allowed-methods is "[1]": must be a list separated by commas, or a JSON list as ["a", "b"]`},
 		{func(s *Serve) { s.AllowedOrigins, s.AllowCredentials = "*", true }, "configs: --allow-credentials is true: needs --allowed-origins by name: all pages of a browser could use its cookies"},
+		{func(s *Serve) { s.AllowedOrigins = "https://a, example.com" }, `configs: --allowed-origins is "https://a, example.com": names "example.com" without a scheme, which no browser sends; write it as https://example.com`},
 		{func(s *Serve) { s.AllowCredentials = true }, "configs: --allow-credentials is true: needs --allowed-origins by name: all pages of a browser could use its cookies"},
 	} {
 		s := Defaults()

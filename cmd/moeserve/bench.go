@@ -230,6 +230,10 @@ func newBenchmark(s *streams, set *settings) (*benchmark, error) {
 	}
 	o.TokensMayDiffer = onCPU.Timed()
 	o.Prompts, o.Cut = eval.Repeat(prompts, set.Bench.NumPrompts, room)
+	if o.Cut > 0 && (set.Bench.InputLen > 0 || set.Bench.DatasetPath != "") { // some random lengths are always cut
+		log := set.logger(s.err)
+		log.Warn("prompts are longer than the model's context allows beside --output-len, and are cut", "prompts", o.Cut, "cut_to_tokens", room)
+	}
 	o.NewTokens, o.Warmup, o.Trials, o.Prefills = set.Bench.OutputLen, set.Bench.WarmupTokens, set.Bench.Trials, set.Bench.PrefillTrials
 	if o.Warmup == 0 {
 		o.Warmup = -1

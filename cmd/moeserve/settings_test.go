@@ -43,6 +43,8 @@ func others(k configs.Key) [3]string {
 		return [3]string{"true", "true", "true"}
 	case k.Name == "dummy-routing":
 		return [3]string{"zipf:1", "zipf:2", "zipf:3"}
+	case k.Name == "allowed-origins":
+		return [3]string{`["https://a"]`, "https://b,*", "http://d"}
 	case strings.HasPrefix(k.Name, "allowed-"):
 		return [3]string{`["a"]`, "b,c", "d"}
 	case k.Name == "cpu-experts":
