@@ -589,7 +589,7 @@ func (s Serve) ParseCORS() (CORS, error) {
 		}
 	}
 	for _, origin := range c.Origins {
-		if scheme, host, _ := strings.Cut(origin, "://"); origin != "*" && (scheme == "" || host == "") {
+		if scheme, host, _ := strings.Cut(origin, "://"); origin != "*" && origin != "null" && (scheme == "" || host == "") {
 			return c, &SettingError{Key: "allowed-origins", Value: s.AllowedOrigins, Want: fmt.Sprintf("names %q without a scheme, which no browser sends; write it as https://example.com", origin)}
 		}
 	}

@@ -260,7 +260,10 @@ type reader struct {
 func newReader(data []byte, source string) *reader {
 	r := &reader{source: source}
 	d := json.NewDecoder(bytes.NewReader(data))
-	if err := d.Decode(&r.fields); err != nil {
+	var other *json.UnmarshalTypeError
+	if err := d.Decode(&r.fields); errors.As(err, &other) {
+		r.fail("", "not a JSON object: a JSON %s", other.Value)
+	} else if err != nil {
 		r.fail("", "not a JSON object: %v", err)
 	} else if _, err := d.Token(); !errors.Is(err, io.EOF) {
 		r.fail("", "something follows the JSON object")
