@@ -271,6 +271,7 @@ type submission struct {
 	ctx          context.Context
 	adjust       *requestAdjustments
 	keys         []kvcache.Key   // of the prompt's full blocks; nil without prefix caching
+	resets       uint64          // prefixes.resets when it came
 	prompt       *promptLogProbs // nil: they were not asked for
 	limit        int             // maximum tokens of a sample, prompt included
 	unfinished   int             // unfinished samples
@@ -449,7 +450,8 @@ func (e *Engine) admissible(r Request) (*submission, error) {
 	}
 	s.adjust = newAdjustments(&s.req.Params, r.Prompt, stop, e.o.Vocab)
 	if e.prefixes.keyed(&r) {
-		s.keys = e.prefixes.promptKeys(r.CacheSalt, r.Prompt, s.ahead())
+		s.resets = e.prefixes.resets.Load()
+		s.keys = e.prefixes.promptKeys(r.CacheSalt, s.resets, r.Prompt, s.ahead())
 	}
 	return s, nil
 }
@@ -698,6 +700,9 @@ func (e *Engine) takeIn() {
 			if e.o.Tokenizer != nil {
 				text := e.o.Tokenizer.NewStream(!s.req.Params.SpecialTokens)
 				text.Keep(s.req.Params.KeepIDs)
+				if s.req.Continues {
+					text.Continue()
+				}
 				q.text = newDetokenizer(text, s.req.Params.Stop, s.req.Params.IncludeStop)
 				if s.req.Params.Ends != nil {
 					q.text.ends = s.req.Params.Ends()
@@ -762,7 +767,7 @@ func (e *Engine) publish() {
 	e.publishEvents()
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.state.Running, e.state.Waiting = e.sched.Running(), e.sched.Waiting()
+	e.state.Running, e.state.Waiting = e.sched.Running(), e.sched.Waiting()+e.sched.Loading()
 	e.state.KVBlocks = e.o.KV.Present()
 	e.state.KVUsedBlocks = e.state.KVBlocks - e.o.KV.Free()
 	e.state.Preemptions = e.sched.Preemptions()
@@ -967,6 +972,9 @@ func (e *Engine) addToken(id scheduler.ID, q *sequence, t Token, now time.Time) 
 		d.finish = FinishStop
 	} else if len(q.tokens) >= q.sub.limit {
 		d.finish = FinishLength
+	}
+	if q.text != nil {
+		q.text.early = q.sampled < q.sub.req.Params.MinTokens
 	}
 	if d.needsText && (len(q.sub.req.Params.Stop) > 0 || q.text.ends != nil) && d.write() {
 		d.finish = FinishStop

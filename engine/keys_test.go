@@ -31,8 +31,8 @@ func TestPromptKeys(t *testing.T) {
 			if rapid.IntRange(0, 9).Draw(t, "resets") == 0 {
 				p.resets.Add(1)
 			}
-			root := p.root(salt, p.long(len(prompt)))
-			keys := p.promptKeys(salt, prompt, 10)
+			root := p.root(salt, 0, p.long(len(prompt)))
+			keys := p.promptKeys(salt, 0, prompt, 10)
 			if want := p.appendKeys(nil, root, prompt); !slices.Equal(keys, want) || cap(keys) < len(prompt)/2+5 {
 				t.Fatalf("%d keys with room for %d, not those of the %d blocks", len(keys), cap(keys), len(want))
 			}
@@ -59,7 +59,7 @@ func TestPromptKeysOfConversation(t *testing.T) {
 	}
 	for turn := range 5 {
 		for i := range prompts {
-			begun := len(p.recent.begin(nil, p.root("", p.long(len(prompts[i]))), prompts[i]))
+			begun := len(p.recent.begin(nil, p.root("", 0, p.long(len(prompts[i]))), prompts[i]))
 			want := 0
 			switch {
 			case turn > 0:
@@ -70,7 +70,7 @@ func TestPromptKeysOfConversation(t *testing.T) {
 			if begun != want {
 				t.Errorf("turn %d of conversation %d: %d blocks were not hashed, want %d", turn, i, begun, want)
 			}
-			p.promptKeys("", prompts[i], 0)
+			p.promptKeys("", 0, prompts[i], 0)
 			prompts[i] = append(prompts[i], make([]int32, 40)...)
 		}
 		if n := len(p.recent.prompts); n != 1 && turn == 0 && n != 2 || turn > 0 && n != 2 {

@@ -102,11 +102,11 @@ func (p *prefixes) alone(q *Request) bool { return p.tiers == nil || q.WithoutTi
 func (p *prefixes) long(tokens int) bool { return p.longAfter > 0 && tokens > p.longAfter }
 
 // root is the parent of the keys of a sequence's first blocks.
-func (p *prefixes) root(salt string, long bool) kvcache.Key {
+func (p *prefixes) root(salt string, resets uint64, long bool) kvcache.Key {
 	b := binary.LittleEndian.AppendUint32(nil, uint32(p.kv.BlockTokens()))
 	b = binary.LittleEndian.AppendUint32(b, uint32(len(p.salt)))
 	b = append(b, p.salt...)
-	b = binary.LittleEndian.AppendUint64(b, p.resets.Load())
+	b = binary.LittleEndian.AppendUint64(b, resets)
 	if long {
 		b = append(b, 1)
 	} else {
@@ -116,8 +116,8 @@ func (p *prefixes) root(salt string, long bool) kvcache.Key {
 }
 
 // promptKeys are the keys of a prompt's full blocks, with room for so many more tokens.
-func (p *prefixes) promptKeys(salt string, prompt []int32, room int) []kvcache.Key {
-	root := p.root(salt, p.long(len(prompt)))
+func (p *prefixes) promptKeys(salt string, resets uint64, prompt []int32, room int) []kvcache.Key {
+	root := p.root(salt, resets, p.long(len(prompt)))
 	keys := p.recent.begin(make([]kvcache.Key, 0, (len(prompt)+room)/p.kv.BlockTokens()), root, prompt)
 	begun := len(keys)
 	keys = p.appendKeys(keys, root, prompt)
@@ -129,7 +129,7 @@ func (p *prefixes) promptKeys(salt string, prompt []int32, room int) []kvcache.K
 func (p *prefixes) moreKeys(q *sequence) []kvcache.Key {
 	var root kvcache.Key
 	if len(q.blocks.keys) == 0 {
-		root = p.root(q.sub.req.CacheSalt, q.long)
+		root = p.root(q.sub.req.CacheSalt, q.sub.resets, q.long)
 	}
 	return p.appendKeys(q.blocks.keys, root, q.tokens)
 }

@@ -428,3 +428,75 @@ func TestWithoutTiers(t *testing.T) {
 		}
 	}
 }
+
+// TestResetOfShortRunning: what a running request has computed before a reset must not be found after it.
+func TestResetOfShortRunning(t *testing.T) {
+	kv := smallBlocks(t, 32) // 4 tokens
+	d := newDrawing(t, kv)
+	e := newEngine(t, engine.Options{Pipeline: d, KV: kv, PrefixCaching: true, MaxModelLen: 64, Vocab: 256})
+	q := ask(1, 2, 13) // shorter than a block
+	j, err := e.Submit(t.Context(), q)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := engine.Turn(e, t.Context()); err != nil { // computes the 2 tokens
+		t.Fatal(err)
+	}
+	e.ResetPrefixCache(true)
+	for j.Times().Finished.IsZero() {
+		if _, err := engine.Turn(e, t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	all := append(append([]int32{}, q.Prompt...), ids(wait(t, j)[0])...)
+	later := engine.Request{Prompt: all, Params: params(1)}
+	o, err := e.Submit(t.Context(), later)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for o.Times().Finished.IsZero() {
+		if _, err := engine.Turn(e, t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := o.Usage().CachedTokens; n != 0 {
+		t.Errorf("%d tokens, the first 2 of them computed before the reset, were found after it", n)
+	}
+}
+
+// TestHitsOnce: a sequence that finds cached blocks hits each of them once, also where it waits for room in the
+// steps of another prompt.
+func TestHitsOnce(t *testing.T) {
+	kv := smallBlocks(t, 256)
+	e := newEngine(t, engine.Options{Pipeline: newDrawing(t, kv), KV: kv, PrefixCaching: true, MaxModelLen: 512, MaxNumBatchedTokens: 8, Vocab: 256, LongAfter: longAfter})
+	turn := func(j *engine.Job) {
+		for j.Times().Finished.IsZero() {
+			if _, err := engine.Turn(e, t.Context()); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	submit := func(r engine.Request) *engine.Job {
+		j, err := e.Submit(t.Context(), r)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return j
+	}
+	first := ask(1, 20, 1)
+	turn(submit(first)) // 5 blocks of it are cached
+	long := submit(ask(2, 400, 1))
+	if _, err := engine.Turn(e, t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	again := first
+	again.Prompt = append(append([]int32{}, first.Prompt...), prompt(9, 18, 250)...)
+	before := kv.Reuse()
+	j := submit(again)
+	turn(j)
+	turn(long)
+	after := kv.Reuse()
+	if got, want := after.Hits-before.Hits, int64(j.Usage().CachedTokens/4); got != want {
+		t.Errorf("%d hits, and %d blocks were found", got, want)
+	}
+}

@@ -222,6 +222,8 @@ type Request struct {
 	CacheSalt string
 	// WithoutTiers: the tiers of Options.Offload neither provide its KV blocks nor get them.
 	WithoutTiers bool
+	// Continues: the text goes on from the prompt's, so that a space at its start is not left out.
+	Continues bool
 	// Priority of a request, lower values first: see scheduler.Order. 0 where the policy
 	// knows none.
 	Priority int

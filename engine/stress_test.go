@@ -345,3 +345,24 @@ func TestEveryUpdateOnceInOrder(t *testing.T) {
 		})
 	}
 }
+
+// TestStopBeforeMinTokens: min_tokens is the minimum before an end, also by a stop string, as with vLLM.
+func TestStopBeforeMinTokens(t *testing.T) {
+	tok, _ := builtIn(t)
+	kv := smallBlocks(t, 64)
+	e := newEngine(t, engine.Options{Pipeline: newDrawing(t, kv), KV: kv, MaxModelLen: 96, Vocab: 256, LongAfter: longAfter, Tokenizer: tok})
+	q := ask(1, 3, 40)
+	plain, err := e.Generate(t.Context(), []engine.Request{q}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	text := []rune(plain[0].Text)
+	q.Params.Stop, q.Params.MinTokens = []string{string(text[3:5])}, 30
+	o, err := e.Generate(t.Context(), []engine.Request{q}, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if n := len(o[0].Tokens); n < 30 {
+		t.Errorf("a sample with min_tokens 30 ends after %d tokens by stop string %q (%s)", n, q.Params.Stop, o[0].FinishReason)
+	}
+}

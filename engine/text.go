@@ -17,6 +17,8 @@ type detokenizer struct {
 	stop    []string
 	include bool
 	held    string // decoded, not returned yet
+	// early: stop strings do not end the text yet.
+	early bool
 	// matched is the stop string that was found.
 	matched string
 	// ends says that text was the last; nil: stop strings alone do.
@@ -47,7 +49,7 @@ func (w *detokenizer) add(s string, end bool) (text string, found bool) {
 	at, size := -1, 0
 	for _, stop := range w.stop {
 		// The earliest match wins; at the same position, the first in the list.
-		if i := strings.Index(w.held, stop); i >= 0 && (at < 0 || i < at) {
+		if i := strings.Index(w.held, stop); !w.early && i >= 0 && (at < 0 || i < at) {
 			at, size, w.matched = i, len(stop), stop
 		}
 	}

@@ -2,6 +2,7 @@ package engine_test
 
 import (
 	"context"
+	"errors"
 	"slices"
 	"testing"
 
@@ -25,7 +26,7 @@ func TestWaitingForALoad(t *testing.T) {
 		}
 	}
 	r.turns(20, false)
-	if s := r.State(); s.Waiting != 4 || len(r.tiers.loads) != 1 || r.tiers.lookups != 5 {
+	if s := r.State(); s.Waiting != 5 || len(r.tiers.loads) != 1 || r.tiers.lookups != 5 {
 		t.Errorf("%d sequences wait, %d loads, %d lookups of 5 sequences", s.Waiting, len(r.tiers.loads), r.tiers.lookups)
 	}
 	r.tiers.endAll()
@@ -89,4 +90,37 @@ func TestStoresWhileTheDeviceComputes(t *testing.T) {
 	if len(tiers.content) != 8 || kv.Free() != kv.Blocks() {
 		t.Errorf("%d blocks are stored, %d of %d are free", len(tiers.content), kv.Free(), kv.Blocks())
 	}
+}
+
+// TestLoadingWaits: sequences whose KV blocks are being loaded count as waiting, also for MaxQueued.
+func TestLoadingWaits(t *testing.T) {
+	r := newRace(t, 24, 64, true, func(o *engine.Options) { o.MaxNumSeqs, o.MaxQueued = 4, 1 })
+	for i := range 4 {
+		r.finish(r.submit(t.Context(), ask(i, 16, 1)))
+	}
+	for i := range 4 {
+		r.submit(t.Context(), ask(i, 16, 1))
+	}
+	r.turns(1, false)
+	if n := len(r.tiers.loads); n != 4 {
+		t.Fatalf("%d loads", n)
+	}
+	if s := r.State(); s.Running+s.Waiting != 4 {
+		t.Errorf("4 requests are loading: %d run, %d wait", s.Running, s.Waiting)
+	}
+	queued := 0
+	for i := range 8 {
+		_, err := r.Submit(t.Context(), ask(10+i, 16, 1))
+		if errors.Is(err, engine.ErrQueueFull) {
+			break
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		queued++
+	}
+	if queued != 1 {
+		t.Errorf("all 4 places are taken, and %d requests were queued, of at most 1", queued)
+	}
+	r.tiers.endAll()
 }

@@ -25,6 +25,8 @@ type reuse struct {
 	// block. span is the age at which the last block was evicted; 0: none was.
 	clock, span int64
 	freed       []int64
+	// asBefore: blocks become free that no sequence has used meanwhile.
+	asBefore bool
 	// lost are the keys of blocks that were evicted, numbered in the order of that, which is also
 	// that of the ring.
 	lost map[Key]int64
@@ -43,16 +45,20 @@ func newReuse(o ManagerOptions) reuse {
 
 // cached records that a block became free with a key.
 func (r *reuse) cached(id int32) {
+	if r.asBefore {
+		return
+	}
 	r.clock++
 	r.freed[id] = r.clock
 }
 
-// hit records that a free block was matched.
-func (r *reuse) hit(id int32) {
-	r.hits++
-	if age := r.clock - r.freed[id]; r.span > 0 && 4*age > 3*r.span {
-		r.cold++
-	}
+// isCold reports whether a free block is in the coldest quarter of the cache.
+func (r *reuse) isCold(id int32) bool { return r.span > 0 && 4*(r.clock-r.freed[id]) > 3*r.span }
+
+// hit records that free blocks were matched, and are used.
+func (r *reuse) hit(blocks, cold int64) {
+	r.hits += blocks
+	r.cold += cold
 }
 
 // evicted records that a block lost its key for lack of memory.

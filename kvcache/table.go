@@ -29,6 +29,8 @@ type Table struct {
 	writable int
 	// matched: the blocks are those of a Match, and no others.
 	matched bool
+	// hits and cold are those of the last Match, which count once a Reserve makes use of it.
+	hits, cold int64
 	// keyed is how many of the first blocks had keys when Manager.losses was losses.
 	keyed  int
 	losses int64
@@ -55,6 +57,7 @@ func (t *Table) Match(maxTokens int) (tokens int) {
 	}
 	keys := t.keys[:min(len(t.keys), maxTokens/t.m.blockTokens)]
 	before := int32(0)
+	t.hits, t.cold = 0, 0
 	for i, k := range keys {
 		id, ok := t.m.find(k, before)
 		if !ok {
@@ -65,7 +68,10 @@ func (t *Table) Match(maxTokens int) (tokens int) {
 			t.blocks = slices.Grow(t.blocks, len(keys)+1)
 		}
 		if t.m.refs[id] == 0 && t.m.holds[id] == 0 {
-			t.m.reuse.hit(id)
+			t.hits++
+			if t.m.reuse.isCold(id) {
+				t.cold++
+			}
 		}
 		t.m.share(id)
 		t.blocks = append(t.blocks, id)
@@ -154,11 +160,13 @@ func (t *Table) Missing(tokens int) int {
 // Where a shared block that holds the last filled tokens is replaced, these are yet to be copied:
 // see Manager.Copies.
 func (t *Table) Reserve(tokens int) bool {
+	if tokens > t.writable && !t.CanReserve(tokens, 0) {
+		return false
+	}
+	t.m.reuse.hit(t.hits, t.cold)
+	t.hits, t.cold = 0, 0
 	if tokens <= t.writable {
 		return true
-	}
-	if !t.CanReserve(tokens, 0) {
-		return false
 	}
 	t.matched = false
 	end := t.m.blocksFor(tokens)
@@ -236,9 +244,11 @@ func (t *Table) lost(n int) int {
 // beginning, and the next sequence gets blocks without keys in the same order.
 func (t *Table) Release(keep bool) {
 	free := t.m.Free()
+	t.m.reuse.asBefore = t.hits > 0 // what was only matched is as old as before
 	for i := len(t.blocks) - 1; i >= 0; i-- {
 		t.m.release(t.blocks[i], keep)
 	}
+	t.m.reuse.asBefore, t.hits, t.cold = false, 0, 0
 	if t.shared = -1; t.matched {
 		t.shared, t.matched = len(t.blocks)-(t.m.Free()-free), false
 	}

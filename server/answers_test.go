@@ -477,3 +477,26 @@ func encode(t testing.TB, tok tokenizer.Tokenizer, text string, special bool) []
 	}
 	return ids
 }
+
+// TestTextOffset: text_offset is where a token's text begins in the choice's text, also behind characters of
+// several tokens.
+func TestTextOffset(t *testing.T) {
+	h := start(t, options{})
+	for _, body := range []string{
+		`{"prompt": "1+2=", "max_tokens": 40, "temperature": 0, "logprobs": 0, "structured_outputs": {"choice": ["é😀 xyz"]}}`,
+		`{"prompt": "1+2=é😀", "max_tokens": 40, "temperature": 0, "echo": true, "logprobs": 0, "structured_outputs": {"choice": ["é😀 xyz"]}}`,
+	} {
+		r := decode[reply](t, h.post("/v1/completions", body))
+		c := r.Choices[0]
+		text := []rune(c.Text)
+		for i, tok := range c.LogProbs.Tokens {
+			at := c.LogProbs.TextOffset[i]
+			if strings.HasPrefix(tok, "bytes:") || tok == "" || strings.HasPrefix(tok, "<") {
+				continue
+			}
+			if at > len(text) || !strings.HasPrefix(string(text[at:]), tok) {
+				t.Errorf("token %d, %q, has text_offset %d in %q", i, tok, at, c.Text)
+			}
+		}
+	}
+}

@@ -161,11 +161,22 @@ func (s *Server) completions(w *response, r *http.Request) error {
 		}
 		req.sent.PromptTokens += len(p.ids)
 		requests[i] = engine.Request{ID: w.id, Prompt: p.ids, Encoded: p.encoded, CacheSalt: req.cacheSalt, Priority: req.priority, Params: req.params}
+		// A grammar's text is that of a start.
+		requests[i].Continues = p.text != "" && req.params.Grammar == nil
 	}
 	a := &completionResponse{req: req, text: m.texts(), head: completionHead{
 		ID: "cmpl-" + w.id, Object: "text_completion", Created: time.Now().Unix(), Model: m.called(req.model),
 	}}
 	a.offsets = make([]int, len(req.prompts)*req.params.N)
+	a.streams = make([]*tokenizer.Stream, len(a.offsets))
+	if m.Tokenizer != nil && req.params.LogProbs {
+		for i := range a.streams {
+			a.streams[i] = m.Tokenizer.NewStream(!req.params.SpecialTokens)
+			if requests[i/req.params.N].Continues {
+				a.streams[i].Continue()
+			}
+		}
+	}
 	return s.generate(w, r, m, &req.common, requests, a)
 }
 
@@ -208,8 +219,9 @@ type completionResponse struct {
 	req  *completionRequest
 	head completionHead
 	text *tokenTexts
-	// offsets in characters of each choice's next token.
+	// offsets in characters of each choice's next token, in the text of its tokens so far.
 	offsets []int
+	streams []*tokenizer.Stream
 }
 
 func (a *completionResponse) choice(index int, first bool, u *engine.Update) completionChoice {
@@ -246,7 +258,10 @@ func (a *completionResponse) addPrompt(l *completionLogProbs, index int, p *prom
 		tokens[i] = t.Token
 		tokens[i].Top = t.Top[:min(a.req.params.TopLogProbs, len(t.Top))]
 	}
+	stream := a.streams[index]
+	a.streams[index] = nil // it begins behind the prompt
 	a.addLogProbs(l, index, tokens)
+	a.streams[index] = stream
 	// Special tokens are not in the text, and characters may have several tokens.
 	l.TextOffset = a.text.offsets(p.ids)
 	a.offsets[index] = utf8.RuneCountInString(p.text)
@@ -254,7 +269,7 @@ func (a *completionResponse) addPrompt(l *completionLogProbs, index int, p *prom
 
 func (a *completionResponse) addLogProbs(l *completionLogProbs, index int, tokens []engine.Token) {
 	for _, t := range tokens {
-		text, n := a.text.shown(t.ID)
+		text, _ := a.text.shown(t.ID)
 		top := make(map[string]float64, len(t.Top)+1)
 		top[text] = logProb(t.LogProb)
 		for _, other := range t.Top {
@@ -269,7 +284,9 @@ func (a *completionResponse) addLogProbs(l *completionLogProbs, index int, token
 		l.TokenLogProbs = append(l.TokenLogProbs, &own)
 		l.TopLogProbs = append(l.TopLogProbs, top)
 		l.TextOffset = append(l.TextOffset, a.offsets[index])
-		a.offsets[index] += n
+		if s := a.streams[index]; s != nil {
+			a.offsets[index] += utf8.RuneCountInString(s.Push(t.ID))
+		}
 	}
 }
 

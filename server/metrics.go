@@ -178,6 +178,9 @@ func (r *reading) log() jobLog {
 
 // done counts a job that is not read any more.
 func (r *reading) done() {
+	if len(r.finished) < r.params.N {
+		r.finish = engine.FinishAbort // its client has gone before the end of every sample
+	}
 	r.m.success.Of(string(r.finish)).Add(1)
 	r.m.paramsN.Observe(float64(r.params.N))
 	r.m.paramsTokens.Observe(float64(r.params.MaxTokens))

@@ -3,8 +3,10 @@ package server_test
 import (
 	"compress/gzip"
 	"context"
+	"errors"
 	"io"
 	"net/http"
+	"net/http/httptest"
 	"strconv"
 	"strings"
 	"sync"
@@ -222,5 +224,40 @@ func TestMetricsContradict(t *testing.T) {
 	}})
 	if a := h.send(http.MethodGet, "/metrics", ""); a.status != http.StatusInternalServerError || !strings.Contains(a.body, "moeserve_a is there twice") {
 		t.Errorf("%d: %s", a.status, a.body)
+	}
+}
+
+// brokenWriter is the response writer of a client that stops reading once it has seen so many finish reasons.
+type brokenWriter struct {
+	*httptest.ResponseRecorder
+	finished, after int
+}
+
+func (w *brokenWriter) Write(b []byte) (int, error) {
+	if w.finished >= w.after {
+		return 0, errors.New("broken pipe")
+	}
+	if strings.Contains(string(b), `"finish_reason":"`) {
+		w.finished++
+	}
+	return w.ResponseRecorder.Write(b)
+}
+func (w *brokenWriter) Flush() {}
+
+// TestBrokenStream: a request with two choices whose client is lost after the end of the first has not
+// succeeded.
+func TestBrokenStream(t *testing.T) {
+	h := start(t, options{})
+	body := `{"prompt": [1, 2, 3], "ignore_eos": true, "max_tokens": 200, "n": 2, "stream": true, "temperature": 2, "seed": 3, "stop": ["e", "a"]}`
+	r := httptest.NewRequest(http.MethodPost, "/v1/completions", strings.NewReader(body))
+	r.Header.Set("Content-Type", "application/json")
+	w := &brokenWriter{httptest.NewRecorder(), 0, 1}
+	h.server.ServeHTTP(w, r)
+	if w.finished != 1 || strings.Contains(w.Body.String(), "[DONE]") {
+		t.Fatalf("%d choices have finished: %s", w.finished, w.Body)
+	}
+	m := h.send(http.MethodGet, "/metrics", "").body
+	if !strings.Contains(m, `vllm:request_success_total{engine="0",finished_reason="abort",model_name="tiny"} 1`) {
+		t.Error("the request whose client has gone is not counted as aborted")
 	}
 }

@@ -64,6 +64,9 @@ func (t *Pipeline) NewStream(skipSpecial bool) *Stream {
 // Keep has a stream that skips special tokens not skip those with these ids. The stream keeps the slice.
 func (s *Stream) Keep(ids []int32) { s.keep = ids }
 
+// Continue has the text go on from that of other tokens: nothing is stripped from its start.
+func (s *Stream) Continue() { s.state.started, s.state.strip = true, 0 }
+
 // Push adds an id and returns the text that is now final, which is often empty.
 func (s *Stream) Push(id int32) string {
 	if !s.t.has(id) || s.skipSpecial && s.t.special[id] && !slices.Contains(s.keep, id) {

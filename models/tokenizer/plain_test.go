@@ -217,3 +217,23 @@ func TestEncodeLimit(t *testing.T) {
 		}
 	}
 }
+
+// TestContinue: the text of some tokens and that of a stream of those behind them, one after the other, are the text of
+// all of them.
+func TestContinue(t *testing.T) {
+	everyTokenizer(t, func(t *testing.T, tok *Pipeline) {
+		all := ids(t, tok, "The capital of France is Paris now", EncodeOptions{})
+		whole := tok.Decode(all, true)
+		for n := 1; n < len(all); n++ {
+			s := tok.NewStream(true)
+			s.Continue()
+			text := tok.Decode(all[:n], true)
+			for _, id := range all[n:] {
+				text += s.Push(id)
+			}
+			if text += s.Flush(); text != whole {
+				t.Errorf("%d tokens and the others: %q, want %q", n, text, whole)
+			}
+		}
+	})
+}
