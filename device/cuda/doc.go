@@ -38,7 +38,8 @@
 //     or fence that failed) and drops every operation enqueued on the stream after it.
 //     A GPU stream that waits for an event or fence whose failure the host detects only
 //     later continues with undefined data; its Synchronize, and events recorded on it,
-//     return the error.
+//     return the error. Of an event of another GPU that is lost after the wait was
+//     enqueued they do not know; fences between GPUs tell.
 //   - An error that ends the context loses the device: every later call on the device
 //     returns device.ErrLost, and the fences that it had yet to signal fail.
 //   - The host waits by polling the driver, at first without a pause and then at growing

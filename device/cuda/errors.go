@@ -50,6 +50,9 @@ var endsDevice = map[int]bool{
 	C.CUDA_ERROR_EXTERNAL_DEVICE:        true,
 	C.CUDA_ERROR_SYSTEM_DRIVER_MISMATCH: true,
 	C.CUDA_ERROR_UNKNOWN:                true,
+	226:                                 true, // CUDA_ERROR_CONTAINED; older headers do not have it
+	721:                                 true, // CUDA_ERROR_TENSOR_MEMORY_LEAK, the same
+	810:                                 true, // CUDA_ERROR_MPS_CLIENT_TERMINATED, the same
 }
 
 // cuResult is the error of a direct driver call in functions that also return errors of

@@ -517,6 +517,7 @@ struct prompt {
       }
       for (int i = 2 * (t.to - t.from); i > 0; i--) {  // none of the queries
         await(s.now);
+        meet_warpgroup(group);  // no warp awaits the slot still, or reads its item
         release(s.now.slot);
         advance(r, s.now);
       }

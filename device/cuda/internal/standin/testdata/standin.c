@@ -652,7 +652,7 @@ static void mixed(device *d, const unsigned char *args, const shape *s) {
 }
 static void trap(device *d, const unsigned char *args, const shape *s) {
   pthread_mutex_lock(&lock);
-  d->broken = ILLEGAL_ADDRESS;
+  d->broken = from_environment("STANDIN_FAULT", ILLEGAL_ADDRESS);
   pthread_cond_broadcast(&changed);
   pthread_mutex_unlock(&lock);
 }
