@@ -207,7 +207,7 @@ type RequestInfo struct {
 
 // State is the engine's present load, and its counters since New.
 type State struct {
-	// Running and Waiting samples.
+	// Running and Waiting samples; those whose KV blocks are being loaded wait.
 	Running, Waiting int
 	// KVUsedBlocks of KVBlocks KV blocks, each of BlockTokens tokens, those left out that are
 	// lent to other uses now. KVMaxBlocks counts these, too, and does not change.

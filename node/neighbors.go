@@ -82,7 +82,7 @@ func (l *lender) Reclaim(ctx context.Context, ask reclaim.Request) (reclaim.Answ
 	if err == nil && a.Free < ask.Bytes && a.Late == "" {
 		a.Late = "this process has borrowed no more of it"
 		if u, err := l.machine.Usage(s); err == nil && ask.Bytes > u.Capacity {
-			a.Late = "the GPU has " + sizing.Bytes(u.Capacity) + " in all"
+			a.Late = "the total memory of the GPU is " + sizing.Bytes(u.Capacity)
 		}
 	}
 	return a, err

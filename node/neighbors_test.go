@@ -91,7 +91,7 @@ func TestNeighborAsks(t *testing.T) {
 	}
 	// More than there is: what there is, and who asks learns that it is not enough.
 	r, err = c.Reclaim(t.Context(), reclaim.Request{Device: "1", Bytes: 1 << 30, Within: time.Minute})
-	if err != nil || r.Met(1<<30) || r.Borrowed != 0 || r.Free != 4<<20-need || r.Late != "the GPU has 4.00 MiB in all" {
+	if err != nil || r.Met(1<<30) || r.Borrowed != 0 || r.Free != 4<<20-need || r.Late != "the total memory of the GPU is 4.00 MiB" {
 		t.Errorf("more than there is: %+v, %v", r, err)
 	}
 }

@@ -136,7 +136,7 @@ func (a *chatResponse) logProbs(tokens []engine.Token) *chatLogProbs {
 		return nil
 	}
 	one := func(id int32, lp float32) chatLogProb {
-		text, _ := a.text.shown(id)
+		text := a.text.shown(id)
 		return chatLogProb{Token: text, LogProb: logProb(lp), Bytes: a.text.bytes(id)}
 	}
 	l := &chatLogProbs{Content: []chatLogProb{}}

@@ -251,7 +251,7 @@ func (a *completionResponse) choice(index int, first bool, u *engine.Update) com
 
 // addPrompt adds the tokens of a choice's prompt.
 func (a *completionResponse) addPrompt(l *completionLogProbs, index int, p *prompt) {
-	first, _ := a.text.shown(p.ids[0])
+	first := a.text.shown(p.ids[0])
 	l.Tokens, l.TokenLogProbs, l.TopLogProbs = append(l.Tokens, first), append(l.TokenLogProbs, nil), append(l.TopLogProbs, nil)
 	tokens := make([]engine.Token, len(p.ids)-1)
 	for i, t := range a.req.promptTokens[index/a.req.params.N] {
@@ -269,11 +269,11 @@ func (a *completionResponse) addPrompt(l *completionLogProbs, index int, p *prom
 
 func (a *completionResponse) addLogProbs(l *completionLogProbs, index int, tokens []engine.Token) {
 	for _, t := range tokens {
-		text, _ := a.text.shown(t.ID)
+		text := a.text.shown(t.ID)
 		top := make(map[string]float64, len(t.Top)+1)
 		top[text] = logProb(t.LogProb)
 		for _, other := range t.Top {
-			name, _ := a.text.shown(other.ID)
+			name := a.text.shown(other.ID)
 			// Of two ids with the same text the likelier one counts.
 			if lp, ok := top[name]; !ok || lp < logProb(other.LogProb) {
 				top[name] = logProb(other.LogProb)

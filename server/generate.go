@@ -278,23 +278,21 @@ func (t *tokenTexts) text(id int32) string {
 	return strings.TrimPrefix(t.m.Tokenizer.Decode(append(t.anchor[:len(t.anchor):len(t.anchor)], id), false), t.base)
 }
 
-// shown returns the name of a token in log-probabilities, and its length in characters. Parts
-// of characters are spelled "bytes:\xe2\x82"; without a tokenizer, ids are "token_id:7".
-func (t *tokenTexts) shown(id int32) (string, int) {
+// shown returns the name of a token in log-probabilities. Parts of characters are spelled "bytes:\xe2\x82"; without a tokenizer, ids are "token_id:7".
+func (t *tokenTexts) shown(id int32) string {
 	if t.m.Tokenizer == nil {
-		return fmt.Sprintf("token_id:%d", id), 0
+		return fmt.Sprintf("token_id:%d", id)
 	}
 	text := t.text(id)
-	n := len([]rune(text))
 	if raw, ok := t.partial(id, text); ok {
 		var b strings.Builder
 		b.WriteString("bytes:")
 		for _, c := range raw {
 			fmt.Fprintf(&b, `\x%02x`, c)
 		}
-		return b.String(), n
+		return b.String()
 	}
-	return text, n
+	return text
 }
 
 // offsets are where the text of each of a prompt's tokens begins in the prompt's text, in characters.

@@ -285,7 +285,7 @@ type stateCollector struct {
 func newStateCollector(model string) *stateCollector {
 	desc := func(name, help string, labels ...string) *metrics.Desc { return vllm(model, name, help, labels...) }
 	return &stateCollector{
-		waiting:         desc("num_requests_waiting", "Sequences that wait to be admitted (a request with n=4 has 4)."),
+		waiting:         desc("num_requests_waiting", "Sequences that wait to be admitted, or for their KV blocks to be loaded (a request with n=4 has 4)."),
 		running:         desc("num_requests_running", "Sequences that run (a request with n=4 has 4)."),
 		kv:              desc("kv_cache_usage_perc", "Share of the KV cache blocks in use, from 0 to 1."),
 		config:          desc("cache_config_info", "Sizes of the KV cache.", "block_size", "num_gpu_blocks"),

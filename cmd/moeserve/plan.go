@@ -77,7 +77,7 @@ run and serve take the result of --json as --policy.`,
 	}
 	addSettings(cmd.Flags(), configs.For("plan"))
 	f := cmd.Flags()
-	f.IntVar(&o.workload.Requests, "num-prompts", 0, "`REQUESTS` in all; 0: continuous requests")
+	f.IntVar(&o.workload.Requests, "num-prompts", 0, "total `REQUESTS`; 0: continuous requests")
 	f.StringVar(&o.peerMemory, "peer-memory", "", "spare memory of each peer, a `SIZE` as 40GiB, with --hardware; --peers says how many peers")
 	f.StringVar(&o.maxTTFT, "max-ttft", "", "maximum `TIME` to first token, as 2 (seconds) or 500ms")
 	f.StringVar(&o.maxTPOT, "max-tpot", "", "maximum `TIME` per output token, as 0.1 (seconds) or 50ms")

@@ -37,7 +37,7 @@ func TestReclaim(t *testing.T) {
 		{"--device 7 --gib 1", exitDone, `^no moeserve process borrows memory of GPU 7\n$`},
 		{"--device 1 --gib 0.01 --url " + at[1], exitDone, `^GPU 1: .* 0 B released by 1 `},
 		{"--device emulated-1 --deadline 30s --gib " + all, exitDone, `^GPU 1: 64\.00 MiB free, 3\.\d+ MiB released by 1 in \d+ ms, 0 B still borrowed\n$`},
-		{"--device 1 --gib 1", exitFailed, `(?s)still borrowed\n.*reclaim: 64\.00 MiB of 1\.00 GiB are free on GPU 1: the GPU has 64\.00 MiB in all\n$`},
+		{"--device 1 --gib 1", exitFailed, `(?s)still borrowed\n.*reclaim: 64\.00 MiB of 1\.00 GiB are free on GPU 1: the total memory of the GPU is 64\.00 MiB\n$`},
 		{"--device 1 --gib 1 --url " + p.url, exitFailed, "Unknown request URL: GET /harvest/borrowed"},
 		{"--gib 1", exitUsage, "--device is not set"},
 		{"--device 1", exitUsage, "moeserve: --gib is not set: how much memory is to be free on GPU 1, in GiB"},
