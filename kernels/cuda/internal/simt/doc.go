@@ -6,7 +6,7 @@
 // thread of a block is a fiber, warps exchange values and fragments at a meeting of
 // their 32 lanes, tensor core and matrix load instructions follow the layouts of
 // NVIDIA's PTX manual, and copies in the background happen at once or as late as a
-// kernel's waits allow. What is for sm_90a alone has hopper.h in the place of
+// kernel's waits allow (cp.async may also read at once and write late). What is for sm_90a alone has hopper.h in the place of
 // src/hopper.cuh: barriers that count, bulk copies, and products that run as late as the
 // waits for them allow, once the four warps of a group are there. Dynamic shared memory starts as
 // not-a-number at every block and ends at a page that cannot be touched (static shared memory

@@ -26,6 +26,8 @@ struct pending_copy {
   unsigned char *to;
   const unsigned char *from;
   int bytes, group;
+  bool read;  // data has what is to be written
+  unsigned char data[16];
 };
 
 struct pending_product {
@@ -164,7 +166,7 @@ unsigned random() {
 }
 
 void do_copy(const pending_copy &c) {
-  memcpy(c.to, c.from, c.bytes);
+  memcpy(c.to, c.read ? c.data : c.from, c.bytes);
   if (c.bytes < 16) memset(c.to + c.bytes, 0, 16 - c.bytes);
 }
 
@@ -308,10 +310,13 @@ void copy(void *shared, const void *global, int bytes) {
   if (bytes > 0) check_global(global, 16);
   fiber &f = fibers[current];
   pending_copy c = {(unsigned char *)shared, (const unsigned char *)global, bytes, f.groups};
-  if (random() % 2 == 0)
-    do_copy(c);
-  else
-    f.copies.push_back(c);
+  unsigned how = random() % 3;
+  if (how == 0) return do_copy(c);
+  if (how == 1 && bytes > 0 && bytes <= 16) {
+    c.read = true;
+    memcpy(c.data, global, bytes);
+  }
+  f.copies.push_back(c);
 }
 
 void commit() { fibers[current].groups++; }
