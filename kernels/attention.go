@@ -119,6 +119,11 @@ func (*RoPEAppendKV) Name() string { return "rope_append_kv" }
 // Check implements Op.
 func (o *RoPEAppendKV) Check() error {
 	c := checker{op: o.Name()}
+	o.check(&c)
+	return c.err
+}
+
+func (o *RoPEAppendKV) check(c *checker) {
 	c.rotation(&o.Q, &o.K, &o.Table, &o.Rows)
 	c.appendedKV(&o.K, &o.V, &o.CacheK, &o.CacheV, &o.Slots)
 	c.disjoint("Q", &o.Q, "V", &o.V)
@@ -132,7 +137,6 @@ func (o *RoPEAppendKV) Check() error {
 	if c.ok() && !(o.Eps >= 0) {
 		c.failf("Eps is %g, want 0 or more", o.Eps)
 	}
-	return c.err
 }
 
 // Declare implements Op. Reads has the whole table, Bytes counts the rows used. Writes has no
@@ -187,6 +191,11 @@ func (*Attention) Name() string { return "attention" }
 // Check implements Op.
 func (o *Attention) Check() error {
 	c := checker{op: o.Name()}
+	o.check(&c)
+	return c.err
+}
+
+func (o *Attention) check(c *checker) {
 	c.tensor("Q", &o.Q, floats, 3)
 	c.cache(&o.CacheK, &o.CacheV, "Q", &o.Q, false)
 	if c.ok() && (o.CacheK.Shape[2] == 0 || o.Q.Shape[1]%o.CacheK.Shape[2] != 0) {
@@ -215,7 +224,6 @@ func (o *Attention) Check() error {
 	case o.MaxContext > o.BlockTable.Shape[1]*o.CacheK.Shape[1]:
 		c.failf("BlockTable is %v, want room for MaxContext %d in blocks of %d", o.BlockTable, o.MaxContext, o.CacheK.Shape[1])
 	}
-	return c.err
 }
 
 // Declare implements Op. Reads has no part of the cache: only BlockTable determines which.
@@ -238,4 +246,44 @@ func (o *Attention) Declare(d *Decl) {
 	kv := int64(o.CacheK.Shape[2]) * int64(o.CacheK.Shape[3]) * int64(o.CacheK.DType.Size())
 	d.Bytes += 2 * stored * kv
 	d.Flops += 4 * int64(o.Q.Shape[1]) * int64(o.Q.Shape[2]) * seen
+}
+
+// RoPEAttention runs RoPEAppendKV and then Attention on the same queries, with the bits of both one
+// after the other in Out and in the cache. Afterwards Q is undefined.
+//
+// A token's slot is where BlockTable has its position, or negative, and no sequence has in its
+// table a slot to which a token of another one is appended.
+type RoPEAttention struct {
+	Append    RoPEAppendKV
+	Attention Attention // Q, CacheK and CacheV are those of Append
+}
+
+// Name implements Op.
+func (*RoPEAttention) Name() string { return "rope_attention" }
+
+// Check implements Op.
+func (o *RoPEAttention) Check() error {
+	c := checker{op: o.Name()}
+	o.Append.check(&c)
+	o.Attention.check(&c)
+	for _, x := range [...]struct {
+		name    string
+		one, of *Tensor
+	}{
+		{"Q", &o.Attention.Q, &o.Append.Q}, {"CacheK", &o.Attention.CacheK, &o.Append.CacheK}, {"CacheV", &o.Attention.CacheV, &o.Append.CacheV},
+	} {
+		if c.ok() && *x.one != *x.of {
+			c.failf("%s is %v at %#x, want %v at %#x as in Append", x.name, *x.one, uint64(x.one.Addr), *x.of, uint64(x.of.Addr))
+		}
+	}
+	c.disjoint("Out", &o.Attention.Out, "K", &o.Append.K)
+	c.disjoint("Out", &o.Attention.Out, "V", &o.Append.V)
+	return c.err
+}
+
+// Declare implements Op. Bytes has Q once, as input.
+func (o *RoPEAttention) Declare(d *Decl) {
+	o.Append.Declare(d)
+	o.Attention.Declare(d)
+	d.Bytes -= 2 * o.Append.Q.Bytes()
 }

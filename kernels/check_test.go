@@ -22,6 +22,7 @@ type valid struct {
 	append    AppendKV
 	ropeKV    RoPEAppendKV
 	attention Attention
+	together  RoPEAttention
 	route     Route
 	group     SortByExpert
 	up        ExpertUp
@@ -64,6 +65,8 @@ func newValid() *valid {
 		Q: v.tensor(F32, 3, 4, 16), CacheK: v.append.CacheK, CacheV: v.append.CacheV, SeqStarts: v.tensor(I32, 3), ContextLens: v.tensor(I32, 2),
 		BlockTable: v.tensor(I32, 2, 4), Scale: 0.25, MaxContext: 60, MaxSeqTokens: 2, Out: v.tensor(F32, 3, 4, 16),
 	}
+	v.together = RoPEAttention{v.ropeKV, v.attention}
+	v.together.Attention.Q = v.ropeKV.Q
 	v.route = Route{Logits: v.tensor(F32, 3, 8), Method: SparseMixer, Jitter: 0.01, IDs: v.tensor(I32, 3, 2), Weights: v.tensor(F32, 3, 2), Counts: v.tensor(I64, 8), Offsets: v.tensor(I32, 9), Order: v.tensor(I32, 6)}
 	v.group = SortByExpert{v.route.IDs, v.tensor(I32, 9), v.tensor(I32, 6)}
 	v.up = ExpertUp{ExpertGEMM{v.tensor(F32, 3, 32), v.group.Offsets, v.group.Order, v.tensor(U64, 8), v.tensor(I32, 5), layout, v.tensor(F32, 6, 48), Columns{}}}
@@ -96,7 +99,7 @@ func newValid() *valid {
 
 func (v *valid) all() []Op {
 	return []Op{
-		&v.embed, &v.norm, &v.matmul, &v.gated, &v.clamp, &v.rope, &v.append, &v.ropeKV, &v.attention, &v.route, &v.group,
+		&v.embed, &v.norm, &v.matmul, &v.gated, &v.clamp, &v.rope, &v.append, &v.ropeKV, &v.attention, &v.together, &v.route, &v.group,
 		&v.up, &v.down, &v.ffn, &v.combine, &v.combined, &v.silu, &v.gather, &v.copied, &v.added, &v.words, &v.sample,
 		&v.adjust, &v.restore, &v.mask, &v.probs,
 	}
@@ -242,6 +245,18 @@ func TestCheckErrors(t *testing.T) {
 		{func(v *valid) Op { v.attention.MaxSeqTokens = 0; return &v.attention }, "MaxContext is 60 and MaxSeqTokens 0, want MaxContext >= MaxSeqTokens >= 1"},
 		{func(v *valid) Op { v.attention.MaxContext = 1; return &v.attention }, "MaxContext is 1 and MaxSeqTokens 2"},
 		{func(v *valid) Op { v.attention.MaxContext = 65; return &v.attention }, "BlockTable is int32[2 4], want room for MaxContext 65 in blocks of 16"},
+
+		{func(v *valid) Op { v.together.Append.Slots = v.tensor(I32, 4); return &v.together }, "kernels: rope_attention: Slots is int32[4], want 3 elements (K has 3)"},
+		{func(v *valid) Op { v.together.Attention.Scale = 0; return &v.together }, "kernels: rope_attention: Scale is 0, want more than 0"},
+		{func(v *valid) Op { v.together.Attention.Q = v.attention.Q; return &v.together }, "as in Append"},
+		{func(v *valid) Op { v.together.Attention.CacheV = v.tensor(F32, 5, 16, 2, 16); return &v.together }, "kernels: rope_attention: CacheV is float32[5 16 2 16] at 0x"},
+		{func(v *valid) Op {
+			v.together.Attention.CacheK = v.tensor(F32, 6, 16, 2, 16)
+			v.together.Attention.CacheV = v.tensor(F32, 6, 16, 2, 16)
+			return &v.together
+		}, "CacheK is float32[6 16 2 16] at 0x"},
+		{func(v *valid) Op { v.together.Attention.Out.Addr = v.append.V.Addr; return &v.together }, "overlaps V"},
+		{func(v *valid) Op { v.together.Attention.Out.Addr = v.append.K.Addr; return &v.together }, "overlaps K"},
 
 		{func(v *valid) Op { v.route.Logits.DType = BF16; return &v.route }, "kernels: route: Logits is bfloat16[3 8], want float32"},
 		{func(v *valid) Op { v.route.IDs = v.tensor(I32, 3, 9); return &v.route }, "IDs is int32[3 9], want 1 to 8 columns (Logits has 8)"},
@@ -394,7 +409,7 @@ func TestCheckErrors(t *testing.T) {
 
 func TestCheckWithoutTensors(t *testing.T) {
 	for _, op := range []Op{
-		&Embed{}, &Norm{}, &MatMul{}, &GatedMatMul{}, &Clamp{}, &RoPE{}, &AppendKV{}, &RoPEAppendKV{}, &Attention{}, &Route{}, &SortByExpert{},
+		&Embed{}, &Norm{}, &MatMul{}, &GatedMatMul{}, &Clamp{}, &RoPE{}, &AppendKV{}, &RoPEAppendKV{}, &Attention{}, &RoPEAttention{}, &Route{}, &SortByExpert{},
 		&ExpertUp{}, &ExpertDown{}, &Combine{}, &CombineNorm{}, &SiluMul{}, &Gather{}, &CopyBlocks{}, &AddRows{}, &ExpertFFN{}, &Copy{}, &Sample{}, &Adjust{}, &Restore{}, &Mask{}, &LogProbs{},
 	} {
 		if err := op.Check(); err == nil || !strings.HasPrefix(err.Error(), "kernels: "+op.Name()+": ") || !strings.Contains(err.Error(), " is missing, want ") {
@@ -419,6 +434,10 @@ func TestDeclare(t *testing.T) {
 		{&v.append, 0, 4*3*2*16*4 + 3*4, 3, 0},
 		{&v.ropeKV, (3 + 8) * (3*4*16 + 3*2*16), 2*4*3*4*16 + 4*3*2*16*4 + 16*2 + 16*4 + 3*16*4 + 2*3*4, 8, 1},
 		// Two sequences of 60 tokens, of whose rows the average sees 60.
+		{
+			&v.together, (3+8)*(3*4*16+3*2*16) + 4*3*4*16*60,
+			3*4*16*4 + 4*3*2*16*4 + 16*2 + 16*4 + 3*16*4 + 2*3*4 + 3*4*16*4 + 3*4 + 2*4 + 2*4*4 + 2*2*60*2*16*4, 12, 2,
+		},
 		{&v.attention, 4 * 3 * 4 * 16 * 60, 2*3*4*16*4 + 3*4 + 2*4 + 2*4*4 + 2*2*60*2*16*4, 4, 1},
 		{&v.route, 3 * 8 * 6, 3*8*4 + 2*3*2*4 + 2*8*8 + 9*4 + 6*4, 2, 5},
 		{&v.group, 0, 6*4 + 9*4 + 6*4, 1, 2},

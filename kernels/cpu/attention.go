@@ -107,6 +107,13 @@ func (b *Backend) attention(o *kernels.Attention, access device.Access) error {
 	return nil
 }
 
+func (b *Backend) ropeAttention(o *kernels.RoPEAttention, access device.Access) error {
+	if err := b.ropeAppendKV(&o.Append, access); err != nil {
+		return err
+	}
+	return b.attention(&o.Attention, access)
+}
+
 const (
 	// rowsPerThread is how many parts of all heads there are for each thread, at least.
 	rowsPerThread = 4

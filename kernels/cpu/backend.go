@@ -28,7 +28,7 @@ type Backend struct {
 	*pool
 	shut  atomic.Bool
 	decls sync.Pool // *kernels.Decl
-	jobs  [26]sync.Pool
+	jobs  [27]sync.Pool
 	draws sync.Pool // *draws
 }
 
@@ -120,6 +120,8 @@ func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
 		return enqueue(b, e, 18, op, o, (*Backend).combineNorm, act{"X", &o.X})
 	case *kernels.RoPEAppendKV:
 		return enqueue(b, e, 19, op, o, (*Backend).ropeAppendKV, act{"Q", &o.Q})
+	case *kernels.RoPEAttention:
+		return enqueue(b, e, 26, op, o, (*Backend).ropeAttention, act{"Q", &o.Append.Q})
 	case *kernels.Mask:
 		return enqueue(b, e, 21, op, o, (*Backend).mask, act{})
 	case *kernels.CopyBlocks:

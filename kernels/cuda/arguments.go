@@ -44,6 +44,24 @@ type attentionArgs struct {
 	chunkTiles int32   // 228
 }
 
+// ropeAttentionArgs has the layout of rope_attention_args in src/attention.cu: 328 bytes, fields at these.
+type ropeAttentionArgs struct {
+	attention attentionArgs // 0
+	k         uint64        // 232
+	v         uint64        // 240
+	qWeight   uint64        // 248
+	kWeight   uint64        // 256
+	angles    uint64        // 264
+	rows      uint64        // 272
+	slots     uint64        // 280
+	kRow      int64         // 288
+	kHead     int64         // 296
+	vRow      int64         // 304
+	vHead     int64         // 312
+	places    int32         // 320
+	eps       float32       // 324
+}
+
 // copyBlocksArgs has the layout of copy_blocks_args in src/copy.cu: 24 bytes, fields at these.
 type copyBlocksArgs struct {
 	src   uint64 // 0

@@ -7,6 +7,7 @@ import "reflect"
 // argumentTypes are the structs of arguments.go by their names in C.
 var argumentTypes = map[string]reflect.Type{
 	"attention_args":      reflect.TypeFor[attentionArgs](),
+	"rope_attention_args": reflect.TypeFor[ropeAttentionArgs](),
 	"copy_blocks_args":    reflect.TypeFor[copyBlocksArgs](),
 	"add_rows_args":       reflect.TypeFor[addRowsArgs](),
 	"copy_args":           reflect.TypeFor[copyArgs](),

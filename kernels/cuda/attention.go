@@ -52,7 +52,59 @@ func attentionSharedBytes(d, warps int) int {
 	return (stages*2*attentionTile + queriesPerWarp*warps) * 2 * d
 }
 
-func (l *streamState) attention(o *kernels.Attention) error {
+func (l *streamState) ropeAttention(o *kernels.RoPEAttention) error {
+	if l.b.ropesWide(o) {
+		return l.attention(&o.Attention, o)
+	}
+	if err := l.ropeAppendKV(&o.Append); err != nil {
+		return err
+	}
+	return l.attention(&o.Attention, nil)
+}
+
+// ropesWide reports whether one kernel computes all of o.
+func (b *Backend) ropesWide(o *kernels.RoPEAttention) bool {
+	t, r := &o.Attention, &o.Append
+	if t.ContextLens.Shape[0] == 0 || t.Q.Shape[0] == 0 || t.Q.Shape[1] == 0 || b.promptsOnly(t) {
+		return false
+	}
+	f := b.fewTokens(t)
+	tokens := t.CacheK.Shape[1]
+	return f.wide && t.MaxSeqTokens <= f.rows && tokens&(tokens-1) == 0 && (r.QNorm.None() || r.QNorm.DType == r.Q.DType && r.KNorm.DType == r.Q.DType) &&
+		aligned(&r.Q, &r.K, &r.V, &r.QNorm, &r.KNorm, &r.Table, &r.CacheK, &r.CacheV)
+}
+
+// fewTokens is how the sequences of an attention with few tokens in the step (decode) are computed.
+type fewTokens struct {
+	rows   int // of a sequence, at most; 0: none of them is computed apart from those with many
+	chunks int // of a context
+	parts  int64
+	split  bool // see splitAttention
+	wide   bool // by attention_128_wide
+}
+
+// fewTokens returns how few tokens of o are computed; its sizes are not 0.
+func (b *Backend) fewTokens(o *kernels.Attention) (f fewTokens) {
+	sequences, heads, kvHeads, d := o.ContextLens.Shape[0], o.Q.Shape[1], o.CacheK.Shape[2], o.Q.Shape[2]
+	few := queriesPerWarp / (heads / kvHeads)
+	if few == 0 || sequences == 1 && o.MaxSeqTokens > few {
+		return f
+	}
+	f.rows, f.chunks = min(few, o.MaxSeqTokens), ceil(o.MaxContext, chunkTokens)
+	f.parts, f.split = b.splitAttention(sequences, f.rows, heads, kvHeads, d, f.chunks)
+	f.wide = b.attendsWide(sequences*kvHeads, f.chunks, d) && f.split == (f.chunks > 1)
+	return f
+}
+
+// promptsOnly reports whether prompt.cu computes all tokens of o. With Options.BatchInvariant one kernel computes
+// a token wherever it is: alone, or in a prompt. It is also the faster one for few tokens where contexts are long and many.
+func (b *Backend) promptsOnly(o *kernels.Attention) bool {
+	long := o.MaxContext >= longContext && o.ContextLens.Shape[0]*o.Q.Shape[1]*ceil(o.MaxContext, chunkTokens) >= longParts
+	return b.hasPrompt(o) && (b.o.BatchInvariant || long)
+}
+
+// attention runs o, or all of the operation that o is a part of, unless that is nil: see ropesWide.
+func (l *streamState) attention(o *kernels.Attention, partOf *kernels.RoPEAttention) error {
 	if err := l.b.activation(o.Name(), "Q", &o.Q); err != nil {
 		return err
 	}
@@ -75,11 +127,7 @@ func (l *streamState) attention(o *kernels.Attention) error {
 		return fmt.Errorf("cuda: %s: CacheK is %v at %#x and CacheV %v at %#x, want addresses and strides that are multiples of 16 bytes",
 			o.Name(), o.CacheK, uint64(o.CacheK.Addr), o.CacheV, uint64(o.CacheV.Addr))
 	}
-	// With Options.BatchInvariant one kernel computes a token wherever it is: alone, or in a
-	// prompt. It is also the faster one for few tokens where contexts are long and many.
-	prompts := l.b.hasPrompt(o)
-	long := o.MaxContext >= longContext && sequences*heads*ceil(o.MaxContext, chunkTokens) >= longParts
-	if prompts && (l.b.o.BatchInvariant || long) {
+	if l.b.promptsOnly(o) {
 		return l.prompt(o, 1)
 	}
 	a := attentionArgs{
@@ -97,23 +145,19 @@ func (l *streamState) attention(o *kernels.Attention) error {
 	if n := uint(o.CacheK.Shape[1]); n&(n-1) == 0 {
 		a.shift = int32(bits.TrailingZeros(n))
 	}
-	few, many := queriesPerWarp/group, maxGroup/group // tokens per tile, with one warp and with four
 	name := attentionKernels + kernelID(2*size)
 
 	// Sequences with few tokens in the step (decode) have a tile of one warp each. If they are
 	// few and long, their chunks are computed by separate blocks.
-	if few > 0 && !(sequences == 1 && o.MaxSeqTokens > few) {
-		rows := min(few, o.MaxSeqTokens)
-		a.maxRows, a.tiles = int32(rows), 1
-		chunks := ceil(o.MaxContext, chunkTokens)
-		parts, split := l.b.splitAttention(sequences, rows, heads, kvHeads, d, chunks)
+	if few := l.b.fewTokens(o); few.rows > 0 {
+		a.maxRows, a.tiles = int32(few.rows), 1
 		g := grid{x: sequences, y: kvHeads, threads: 32, shared: attentionSharedBytes(headSizes[size], 1)}
-		if split {
-			a.sums, a.ends = uint64(l.work.Addr), uint64(l.work.Addr)+uint64(parts)*uint64(d)*4
-			a.chunks, g.z = int32(chunks), chunks
+		if few.split {
+			a.sums, a.ends = uint64(l.work.Addr), uint64(l.work.Addr)+uint64(few.parts)*uint64(d)*4
+			a.chunks, g.z = int32(few.chunks), few.chunks
 		}
-		k, wide := name, l.b.attendsWide(sequences*kvHeads, chunks, d) && split == (chunks > 1)
-		if wide {
+		k := name
+		if few.wide {
 			// Blocks of the GEMM behind attention start beside it where they find enough shared memory.
 			a.chunkTiles = int32(min(ceil(o.MaxContext, attentionTile), wideWarps))
 			k, g.threads, g.shared = attentionWide, 32*wideWarps, wideSharedBytes(int(a.chunkTiles))
@@ -121,16 +165,22 @@ func (l *streamState) attention(o *kernels.Attention) error {
 		// With enough blocks, a block computes several KV heads: it loads the first keys of the
 		// next while it computes the last.
 		tiles := ceil(o.MaxContext, attentionTile)
-		for !wide && !split && kvHeads%(2*int(a.each)) == 0 && 2*int(a.each)*tiles <= attentionTiles &&
+		for !few.wide && !few.split && kvHeads%(2*int(a.each)) == 0 && 2*int(a.each)*tiles <= attentionTiles &&
 			sequences*kvHeads >= 2*int(a.each)*attentionBlocks*l.b.multiprocessors {
 			a.each *= 2
 			g.y /= 2
 		}
-		if err := launch(l, o.Name(), k, g, &a); err != nil {
+		var err error
+		if partOf != nil {
+			err = l.launchRoped(partOf, g, &a)
+		} else {
+			err = launch(l, o.Name(), k, g, &a)
+		}
+		if err != nil {
 			return err
 		}
-		if split {
-			if err := launch(l, o.Name(), attentionJoin, grid{x: sequences * rows, y: heads, threads: 128}, &a); err != nil {
+		if few.split {
+			if err := launch(l, o.Name(), attentionJoin, grid{x: sequences * few.rows, y: heads, threads: 128}, &a); err != nil {
 				return err
 			}
 		}
@@ -139,12 +189,27 @@ func (l *streamState) attention(o *kernels.Attention) error {
 	if o.MaxSeqTokens < int(a.minRows) {
 		return nil
 	}
-	if prompts {
+	if l.b.hasPrompt(o) {
 		return l.prompt(o, int(a.minRows))
 	}
-	a.maxRows, a.tiles = math.MaxInt32, int32(ceil(o.MaxSeqTokens, many))
+	a.maxRows, a.tiles = math.MaxInt32, int32(ceil(o.MaxSeqTokens, maxGroup/group)) // tokens per tile of four warps
 	g := grid{x: sequences * int(a.tiles), y: kvHeads, threads: 128, shared: attentionSharedBytes(headSizes[size], 4)}
 	return launch(l, o.Name(), name+1, g, &a)
+}
+
+// launchRoped launches the kernel of which attention_128_wide would have the grid and the arguments.
+func (l *streamState) launchRoped(o *kernels.RoPEAttention, g grid, a *attentionArgs) error {
+	r := &o.Append
+	k := ropeAttentionWide
+	if !r.QNorm.None() {
+		k = normRopeAttentionWide
+	}
+	return launch(l, o.Name(), k, g, &ropeAttentionArgs{
+		attention: *a, k: address(&r.K), v: address(&r.V), qWeight: address(&r.QNorm), kWeight: address(&r.KNorm),
+		angles: address(&r.Table), rows: address(&r.Rows), slots: address(&r.Slots),
+		kRow: int64(r.K.Stride[0]), kHead: int64(r.K.Stride[1]), vRow: int64(r.V.Stride[0]), vHead: int64(r.V.Stride[1]),
+		places: int32(r.Table.Shape[0]), eps: r.Eps,
+	})
 }
 
 // attendsWide reports whether attention of few tokens of that many sequences times KV heads, in

@@ -724,6 +724,64 @@ func TestRoPEAppendKVChoice(t *testing.T) {
 	}
 }
 
+// TestRoPEAttentionChoice holds when one kernel rotates, appends and attends.
+func TestRoPEAttentionChoice(t *testing.T) {
+	const apart, normedApart = "rope_append_kv_few attention_128_wide", "norm_rope_append_kv_few attention_128_wide"
+	one := func(edit func(*kernels.RoPEAppendKV, *kernels.Attention)) *kernels.RoPEAttention {
+		r := appending(2, 16, 4, 128)
+		a := kernels.Attention{
+			SeqStarts: at(11, tensor(kernels.I32, 3)), ContextLens: at(12, tensor(kernels.I32, 2)), BlockTable: at(13, tensor(kernels.I32, 2, 8192)),
+			Scale: 1, MaxContext: 100, MaxSeqTokens: 1, Out: at(14, tensor(kernels.BF16, 2, 16, 128)),
+		}
+		edit(r, &a)
+		a.Q, a.CacheK, a.CacheV = r.Q, r.CacheK, r.CacheV
+		return &kernels.RoPEAttention{Append: *r, Attention: a}
+	}
+	keep := func(*kernels.RoPEAppendKV, *kernels.Attention) {}
+	for _, test := range []struct {
+		name string
+		edit func(r *kernels.RoPEAppendKV, a *kernels.Attention)
+		want string
+	}{
+		{"decode", keep, "rope_attention_128_wide"},
+		{"norms", func(r *kernels.RoPEAppendKV, _ *kernels.Attention) { normed(r).KNorm.DType = kernels.BF16 }, "norm_rope_attention_128_wide"},
+		{"float32 weights", func(r *kernels.RoPEAppendKV, _ *kernels.Attention) { normed(r) }, normedApart},
+		{"several chunks", func(_ *kernels.RoPEAppendKV, a *kernels.Attention) { a.MaxContext = 900 }, "rope_attention_128_wide attention_join"},
+		{"more blocks than fit twice", func(_ *kernels.RoPEAppendKV, a *kernels.Attention) { a.MaxContext = 256 * 34 }, "rope_append_kv_few attention_128_1 attention_join"},
+		{"as many tokens as a tile has", func(_ *kernels.RoPEAppendKV, a *kernels.Attention) { a.MaxSeqTokens = 4 }, "rope_attention_128_wide"},
+		{"more", func(_ *kernels.RoPEAppendKV, a *kernels.Attention) { a.MaxSeqTokens = 5 }, apart + " prompt_128"},
+		{"queries that are not aligned", func(r *kernels.RoPEAppendKV, _ *kernels.Attention) { r.Q.Stride[0] += 4 }, "rope_append_kv attention_128_wide"},
+		{"values that are not aligned", func(r *kernels.RoPEAppendKV, _ *kernels.Attention) { r.V.Addr += 2 }, "rope_append_kv attention_128_wide"},
+		{"output that is not aligned", func(_ *kernels.RoPEAppendKV, a *kernels.Attention) { a.Out.Addr += 2 }, "rope_attention_128_wide"},
+		{"blocks of 24", func(r *kernels.RoPEAppendKV, _ *kernels.Attention) {
+			r.CacheK, r.CacheV = at(6, tensor(kernels.BF16, 10, 24, 4, 128)), at(7, tensor(kernels.BF16, 10, 24, 4, 128))
+		}, apart},
+		{"no rows", func(r *kernels.RoPEAppendKV, a *kernels.Attention) {
+			*r = *appending(0, 16, 4, 128)
+			a.SeqStarts, a.ContextLens, a.BlockTable = a.SeqStarts.Slice(0, 1), a.ContextLens.Slice(0, 0), a.BlockTable.Slice(0, 0)
+			a.Out = a.Out.Slice(0, 0)
+		}, ""},
+	} {
+		r, b, s := list(t, Options{})
+		b.hopper, b.largeSmem = true, true
+		if err := b.Enqueue(s, one(test.edit)); err != nil {
+			t.Errorf("%s: %v", test.name, err)
+		}
+		if r.names() != test.want {
+			t.Errorf("%s: kernels %q, want %q", test.name, r.names(), test.want)
+		}
+	}
+	r, b, s := list(t, Options{BatchInvariant: true})
+	b.hopper, b.largeSmem = true, true
+	if err := b.Enqueue(s, one(keep)); err != nil || r.names() != "rope_append_kv_few prompt_128" {
+		t.Errorf("batch-invariant: %v, kernels %q", err, r.names())
+	}
+	r, b, s = list(t, Options{})
+	if err := b.Enqueue(s, one(keep)); err != nil || r.names() != "rope_append_kv_few attention_128_1" {
+		t.Errorf("other GPUs: %v, kernels %q", err, r.names())
+	}
+}
+
 // copying copies blocks on a limited number of thread blocks.
 func copying(blocks int, size int64, threadBlocks int) *kernels.CopyBlocks {
 	return &kernels.CopyBlocks{Src: at(1, tensor(kernels.U64, blocks)), Dst: at(2, tensor(kernels.U64, blocks)), BlockBytes: size, ThreadBlocks: threadBlocks}
@@ -1036,7 +1094,19 @@ func TestEnqueueMakesNoGarbage(t *testing.T) {
 		SeqStarts: at(4, tensor(kernels.I32, 3)), ContextLens: at(5, tensor(kernels.I32, 2)),
 		BlockTable: at(6, tensor(kernels.I32, 2, 100)), Scale: 1, MaxContext: 900, MaxSeqTokens: 600, Out: at(7, tensor(kernels.BF16, 900, 32, 128)),
 	}
+	wide, large, third := list(t, Options{})
+	large.hopper, large.largeSmem = true, true
+	together := &kernels.RoPEAttention{Append: *appending(900, 32, 8, 128), Attention: *attention}
+	together.Append.Q, together.Append.CacheK, together.Append.CacheV = attention.Q, attention.CacheK, attention.CacheV
+	few := *together
+	few.Attention.MaxSeqTokens = 1
 	if n := testing.AllocsPerRun(100, func() {
+		wide.reset()
+		for _, op := range [...]kernels.Op{together, &few} {
+			if err := large.Enqueue(third, op); err != nil {
+				t.Fatal(err)
+			}
+		}
 		r.reset()
 		own.reset()
 		for _, op := range ops {

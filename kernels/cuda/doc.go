@@ -42,7 +42,8 @@
 //   - Kernels overlap (programmatic dependent launch), from compute capability 9.0 on, unless
 //     Options.Serial is set: one may start before the preceding one has ended, and then waits for
 //     it. Before this wait it reads only weights and index data (Rows of RoPE, Slots of
-//     AppendKV, both of RoPEAppendKV, SeqStarts, ContextLens and BlockTable of Attention).
+//     AppendKV, both of RoPEAppendKV, SeqStarts, ContextLens and BlockTable of Attention, and those of
+//     RoPEAttention's parts).
 //     So no operation of a Backend may write those but Copy; copies may, and kernels launched
 //     without Grid.Overlap, as Copy's is.
 //     A stream is used by one Backend of the process, from its first operation until Close

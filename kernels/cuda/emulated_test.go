@@ -78,6 +78,9 @@ func awaited(op kernels.Op, early bool) (all []device.Range) {
 		if !o.PastReady { // else see appended
 			add(&o.CacheK, &o.CacheV)
 		}
+	case *kernels.RoPEAttention:
+		add(&o.Append.K, &o.Append.V)
+		all = append(all, awaited(&o.Attention, early)...)
 	case *kernels.Route:
 		add(&o.Logits, &o.IDs, &o.Weights, &o.Counts, &o.Offsets, &o.Order)
 	case *kernels.SortByExpert:
@@ -160,6 +163,9 @@ func (r *simtRunner) launch(s device.Stream, k kernelID, g grid, args []byte) er
 		ranges = append(awaited(r.op, early), r.work)
 	}
 	attention, _ := r.op.(*kernels.Attention)
+	if o, ok := r.op.(*kernels.RoPEAttention); ok {
+		attention = &o.Attention
+	}
 	return s.(hidden).executor.Execute(device.Work{Name: kernel.name, Run: func(device.Access) error {
 		if attention != nil && attention.PastReady {
 			ranges = append(ranges, appended(attention)...)
@@ -338,6 +344,62 @@ func TestEmulatedOutside(t *testing.T) {
 	}
 }
 
+// TestEmulatedRopedOutside holds attention with RoPE before it, of rows whose place or slot is out of
+// range, to what both make of them one after the other: they are not rotated, or not appended.
+func TestEmulatedRopedOutside(t *testing.T) {
+	const heads, kvHeads, d, places, tokens = 4, 2, 128, 9, 16
+	for _, norms := range []bool{false, true} {
+		m, b, s := emulate(t, Options{}, 132)
+		b.hopper, b.largeSmem = true, true
+		x := &bench{TB: t, m: m, b: b, s: s, random: rand.New(rand.NewPCG(1, 2)), exponent: 6}
+		rows := x.ints(-1, places, 3, 4, 0, math.MaxInt32)
+		n := rows.Shape[0]
+		// Sequence i has block i, and its last position is i+3.
+		slots := x.ints(3, 1*tokens+4, -1, int32(n*tokens), math.MaxInt32, 5*tokens+8)
+		op := kernels.RoPEAttention{
+			Append: kernels.RoPEAppendKV{K: x.act(n, kvHeads, d), V: x.act(n, kvHeads, d), Table: x.weights(kernels.F32, places, d), Rows: rows, Slots: slots},
+			Attention: kernels.Attention{
+				Q: x.act(n, heads, d), SeqStarts: x.ints(0, 1, 2, 3, 4, 5, 6), ContextLens: x.ints(4, 5, 6, 7, 8, 9), BlockTable: x.ints(0, 1, 2, 3, 4, 5).View(n, 1),
+				Scale: 0.1, MaxContext: tokens, MaxSeqTokens: 1,
+			},
+		}
+		if norms {
+			op.Append.QNorm, op.Append.KNorm, op.Append.Eps = x.act(d), x.act(d), 1e-6
+		}
+		all, blank := x.act(2*n, tokens, kvHeads, d), x.act(2*n, tokens, kvHeads, d)
+		q, out := op.Attention.Q, x.act(n, heads, d)
+		op.Attention.Out, op.Append.Q, op.Append.CacheK, op.Append.CacheV = out, q, all.Slice(0, n), all.Slice(n, 2*n)
+		op.Attention.CacheK, op.Attention.CacheV = op.Append.CacheK, op.Append.CacheV
+		host, err := m.Alloc(device.Host, all.Bytes()+out.Bytes(), "results")
+		if err != nil {
+			t.Fatal(err)
+		}
+		run := func(ops ...kernels.Op) []byte {
+			err := s.Copy(all.Range(), blank.Range())
+			for _, op := range ops {
+				err = errors.Join(err, b.Enqueue(s, op))
+			}
+			at := all.Bytes()
+			if err := errors.Join(err, s.Copy(host.Range(0, at), all.Range()), s.Copy(host.Range(at, out.Bytes()), out.Range()), s.Synchronize(t.Context())); err != nil {
+				t.Fatal(err)
+			}
+			return bytes.Clone(host.Read(0, at+out.Bytes()))
+		}
+		before, got := run(), run(&op) // which leaves the queries as they are
+		want := run(&op.Append, &op.Attention)
+		if size := int(all.Bytes()); !bytes.Equal(got[:size], want[:size]) || bytes.Equal(got[:size], before[:size]) {
+			t.Errorf("norms %v: the cache is not as of rope_append_kv", norms)
+		}
+		if size := int(all.Bytes()); !bytes.Equal(got[size:], want[size:]) || bytes.Equal(got[size:], before[size:]) {
+			t.Errorf("norms %v: attention is not as of rope_append_kv and attention", norms)
+		}
+		x.free()
+		if err := host.Free(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
 // TestEmulatedFewRows holds GEMMs of few rows with many pipeline stages to the bits of those
 // with shallow ones, which the conformance suite checks: the order of sums is the same.
 func TestEmulatedFewRows(t *testing.T) {
@@ -403,7 +465,7 @@ func TestEmulatedLayers(t *testing.T) {
 		m, b, s := emulate(t, Options{}, 3)
 		b.hopper, b.largeSmem = hopper, hopper
 		model := &benchModel{"small", 128, 4, 2, 32, 64, 4, 2, 64, kernels.SoftmaxRenorm}
-		if i == 2 { // attention_128_wide and rope_append_kv_few
+		if i == 2 { // rope_attention_128_wide
 			b.multiprocessors = 60
 			model = &benchModel{"heads of 128", 128, 4, 2, 128, 64, 4, 2, 64, kernels.SoftmaxRenorm}
 		}
@@ -465,6 +527,8 @@ func TestEmulated(t *testing.T) {
 		{"bf16-sm_90a", kernels.BF16, 1, true, true, "", []kernels.DType{kernels.BF16, kernels.F32}},
 		{"f16-sm_90a", kernels.F16, 132, true, true, "", []kernels.DType{kernels.F16}},
 		{"bf16-sm_90a-attention", kernels.BF16, 7, false, true, "attention", nil},
+		{"bf16-sm_90a-rope", kernels.BF16, 132, false, true, "rope_attention", []kernels.DType{kernels.BF16, kernels.F32}},
+		{"f16-sm_90a-rope", kernels.F16, 6, false, true, "rope_attention", []kernels.DType{kernels.F16}},
 		{"bf16-sm_90a-experts", kernels.BF16, 3, false, true, "experts", []kernels.DType{kernels.BF16}},
 		{"f16-sm_90a-experts", kernels.F16, 132, false, true, "experts", []kernels.DType{kernels.F16}},
 	} {

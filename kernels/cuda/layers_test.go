@@ -99,18 +99,18 @@ func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 		if layer == 0 {
 			add(&kernels.Norm{X: d.hidden, Weight: gamma, Eps: 1e-5, Out: norm})
 		}
-		rotate := &kernels.RoPEAppendKV{
+		rotate := kernels.RoPEAppendKV{
 			Q: heads(qkv, 0, c.heads), K: heads(qkv, c.heads, c.kvHeads), V: heads(qkv, c.heads+c.kvHeads, c.kvHeads), Table: rope, Rows: rows,
 			CacheK: keys, CacheV: values, Slots: cacheSlots,
 		}
 		if headNorms[c.name] {
 			rotate.QNorm, rotate.KNorm, rotate.Eps = x.act(c.d), x.act(c.d), 1e-6
 		}
-		add(&kernels.MatMul{X: norm, W: x.act(wide, c.hidden), Out: qkv}, rotate,
-			&kernels.Attention{
-				Q: heads(qkv, 0, c.heads), CacheK: keys, CacheV: values, SeqStarts: seqStarts, ContextLens: contextLens, BlockTable: blocks,
+		add(&kernels.MatMul{X: norm, W: x.act(wide, c.hidden), Out: qkv},
+			&kernels.RoPEAttention{Append: rotate, Attention: kernels.Attention{
+				Q: rotate.Q, CacheK: keys, CacheV: values, SeqStarts: seqStarts, ContextLens: contextLens, BlockTable: blocks,
 				Scale: float32(1 / math.Sqrt(float64(c.d))), MaxContext: context, MaxSeqTokens: 1, PastReady: true, Out: heads(attended, 0, c.heads),
-			},
+			}},
 			&kernels.MatMul{X: attended, W: x.act(c.hidden, q), Out: out},
 			&kernels.Norm{X: out, Residual: d.hidden, Weight: gamma, Eps: 1e-5, Out: norm},
 			&kernels.MatMul{X: norm, W: x.act(scored, c.hidden), Out: logits},

@@ -32,7 +32,7 @@ func source(file string) string {
 const hopper = "sm_90a"
 
 // onlyFor has the units, and single kernels, that are built for one architecture only.
-var onlyFor = map[string]string{"expert.cu": hopper, "dense.cu": hopper, "prompt.cu": hopper, "few_rows_4": hopper, "few_rows_5": hopper, "few_rows_gated_5": hopper, "few_rows_gated_once_5": hopper, "attention_128_wide": hopper}
+var onlyFor = map[string]string{"expert.cu": hopper, "dense.cu": hopper, "prompt.cu": hopper, "few_rows_4": hopper, "few_rows_5": hopper, "few_rows_gated_5": hopper, "few_rows_gated_once_5": hopper, "attention_128_wide": hopper, "rope_attention_128_wide": hopper, "norm_rope_attention_128_wide": hopper}
 
 // kernel is one __global__ function.
 type kernel struct {
@@ -88,6 +88,8 @@ const (
 	maskKernel
 	attentionJoin
 	attentionWide
+	ropeAttentionWide
+	normRopeAttentionWide
 	fewColumns8
 	fewColumns16
 	fewColumns64
@@ -155,6 +157,8 @@ var table = func() []kernel {
 		{"sample.cu", "mask_logits", 0},
 		{"attention.cu", "attention_join", 0},
 		{"attention.cu", "attention_128_wide", wideSharedBytes(wideWarps)},
+		{"attention.cu", "rope_attention_128_wide", wideSharedBytes(wideWarps)},
+		{"attention.cu", "norm_rope_attention_128_wide", wideSharedBytes(wideWarps)},
 		{"few.cu", "few_columns_8", 0},
 		{"few.cu", "few_columns_16", 0},
 		{"few.cu", "few_columns_64", 0},

@@ -100,7 +100,9 @@ func (l *streamState) enqueue(op kernels.Op) error {
 	case *kernels.RoPEAppendKV:
 		return l.ropeAppendKV(o)
 	case *kernels.Attention:
-		return l.attention(o)
+		return l.attention(o, nil)
+	case *kernels.RoPEAttention:
+		return l.ropeAttention(o)
 	case *kernels.Route:
 		return l.route(o)
 	case *kernels.SortByExpert:

@@ -189,6 +189,105 @@ type attentionShape struct {
 	sequences                         []sequence
 }
 
+// cachedSequences has the blocks of the sequences of a shape, in no order. What no query sees has no
+// block.
+type cachedSequences struct {
+	pagedCache
+	attentionShape
+	starts, lens, table []int
+	width               int // blocks of a row of the table
+	maxContext, maxRows int
+}
+
+// sequences returns the sequences of a shape, whose keys and values are poison.
+func (r *rig) sequences(s attentionShape) *cachedSequences {
+	r.Helper()
+	c := &cachedSequences{attentionShape: s, starts: []int{0}}
+	blocks := 3
+	for _, q := range s.sequences {
+		c.starts, c.lens = append(c.starts, c.rows()+q.rows), append(c.lens, q.context)
+		c.maxContext, c.maxRows = max(c.maxContext, q.context), max(c.maxRows, q.rows)
+		blocks += (q.context + s.tokens - 1) / s.tokens
+	}
+	c.width = (c.maxContext+s.tokens-1)/s.tokens + 1
+	c.pagedCache = r.cache(blocks, s.tokens, s.kvHeads, s.d)
+	c.table = slices.Repeat([]int{-1}, len(s.sequences)*c.width)
+	free := r.rand.Perm(blocks)
+	for i, q := range s.sequences {
+		for t := c.first(q.context - q.rows); t < q.context && q.rows > 0; t++ {
+			if at := i*c.width + t/s.tokens; c.table[at] < 0 {
+				c.table[at], free = free[0], free[1:]
+			}
+		}
+	}
+	return c
+}
+
+func (c *cachedSequences) rows() int { return c.starts[len(c.starts)-1] }
+
+// first is the first position that the token at position p attends to.
+func (c *cachedSequences) first(p int) int {
+	if c.window == 0 {
+		return 0
+	}
+	return max(0, p-c.window+1)
+}
+
+// place is where a sequence has position t.
+func (c *cachedSequences) place(seq, t int) (block, row int) {
+	return c.table[seq*c.width+t/c.tokens], t % c.tokens
+}
+
+// fill sets what the rows of a sequence attend to, except its last positions, without of them.
+func (c *cachedSequences) fill(r *rig, seq, without int) {
+	q := c.sequences[seq]
+	for t := c.first(q.context - q.rows); t < q.context-without && q.rows > 0; t++ {
+		c.fillOne(r, seq, t)
+	}
+}
+
+func (c *cachedSequences) fillOne(r *rig, seq, t int) {
+	b, row := c.place(seq, t)
+	for _, x := range [...]tensor{c.k, c.v} {
+		r.normal(tensor{x.Narrow(0, b, b+1).Narrow(1, row, row+1), x.buffer}, 0, 1)
+	}
+}
+
+// attention returns the operation on the sequences.
+func (c *cachedSequences) attention(r *rig, q, out tensor, early bool) kernels.Attention {
+	r.Helper()
+	return kernels.Attention{
+		Q: q.Tensor, CacheK: c.k.Tensor, CacheV: c.v.Tensor,
+		SeqStarts: r.ints("SeqStarts", c.starts...).Tensor, ContextLens: r.ints("ContextLens", c.lens...).Tensor,
+		BlockTable: r.dense("BlockTable", kernels.I32, len(c.sequences), c.width).set(func(i int) float64 { return float64(c.table[i]) }).Tensor,
+		Window:     c.window, Scale: float32(1 / math.Sqrt(float64(c.d))), MaxContext: c.maxContext, MaxSeqTokens: c.maxRows, PastReady: early, Out: out.Tensor,
+	}
+}
+
+// attended is the attention of a query of a sequence's row and head; at returns keys and values.
+func (c *cachedSequences) attended(query []float64, seq, row, head int, at func(t tensor, index ...int) []float64) []float64 {
+	p := c.sequences[seq].context - c.sequences[seq].rows + row
+	first, kvHead := c.first(p), head/(c.heads/c.kvHeads)
+	var scores []float64
+	for t := first; t <= p; t++ {
+		b, row := c.place(seq, t)
+		scores = append(scores, dot(query, at(c.k, b, row, kvHead))/math.Sqrt(float64(c.d)))
+	}
+	largest, sum, out := slices.Max(scores), 0.0, make([]float64, c.d)
+	for n, score := range scores {
+		e := math.Exp(score - largest)
+		sum += e
+		b, row := c.place(seq, first+n)
+		for d, v := range at(c.v, b, row, kvHead) {
+			out[d] += e * v
+		}
+	}
+	for d := range out {
+		out[d] /= sum
+	}
+	return out
+}
+
 func testAttention(r *rig) {
 	shapes := []attentionShape{
 		{1, 1, 16, 16, 0, []sequence{{1, 1}}},
@@ -249,80 +348,22 @@ func testAttention(r *rig) {
 // testAttentionShape gets queries for the given number of rows from newQ; gaps selects
 // gaps between the rows of the output, early that keys and values of positions before are there early.
 func testAttentionShape(r *rig, s attentionShape, newQ func(rows int) tensor, gaps, early bool) {
-	starts, lens := []int{0}, []int(nil)
-	maxContext, maxRows, blocks := 0, 0, 3
-	for _, q := range s.sequences {
-		starts, lens = append(starts, starts[len(starts)-1]+q.rows), append(lens, q.context)
-		maxContext, maxRows = max(maxContext, q.context), max(maxRows, q.rows)
-		blocks += (q.context + s.tokens - 1) / s.tokens
+	cached := r.sequences(s)
+	for i := range s.sequences {
+		cached.fill(r, i, 0)
 	}
-	rows := starts[len(starts)-1]
-	width := (maxContext+s.tokens-1)/s.tokens + 1
-
-	// Blocks in no order; what no query sees has no block, or is poison.
-	cache := r.cache(blocks, s.tokens, s.kvHeads, s.d)
-	free := r.rand.Perm(blocks)
-	table := make([]int, len(s.sequences)*width)
-	for i := range table {
-		table[i] = -1
-	}
-	place := func(seq, t int) (block, row int) { return table[seq*width+t/s.tokens], t % s.tokens }
-	for i, q := range s.sequences {
-		first := 0
-		if s.window > 0 {
-			first = max(0, q.context-q.rows-s.window+1)
-		}
-		for t := first; t < q.context && q.rows > 0; t++ {
-			if at := i*width + t/s.tokens; table[at] < 0 {
-				table[at], free = free[0], free[1:]
-			}
-			b, row := place(i, t)
-			r.normal(tensor{cache.k.Narrow(0, b, b+1).Narrow(1, row, row+1), cache.k.buffer}, 0, 1)
-			r.normal(tensor{cache.v.Narrow(0, b, b+1).Narrow(1, row, row+1), cache.v.buffer}, 0, 1)
-		}
-	}
-	q := r.normal(newQ(rows), 0, 2)
-	out := r.rows(gaps, "Out", r.act, rows, s.heads, s.d)
+	q := r.normal(newQ(cached.rows()), 0, 2)
+	out := r.rows(gaps, "Out", r.act, cached.rows(), s.heads, s.d)
 	out.writes()
-	blockTable := r.dense("BlockTable", kernels.I32, len(s.sequences), width).set(func(i int) float64 { return float64(table[i]) })
-	op := kernels.Attention{
-		Q: q.Tensor, CacheK: cache.k.Tensor, CacheV: cache.v.Tensor,
-		SeqStarts: r.ints("SeqStarts", starts...).Tensor, ContextLens: r.ints("ContextLens", lens...).Tensor,
-		BlockTable: blockTable.Tensor,
-		Window:     s.window, Scale: float32(1 / math.Sqrt(float64(s.d))), MaxContext: maxContext, MaxSeqTokens: maxRows, PastReady: early, Out: out.Tensor,
-	}
+	starts := cached.starts
+	op := cached.attention(r, q, out, early)
+	blockTable := op.BlockTable
 	r.do(&op)
 
 	for i, seq := range s.sequences {
 		for j := range seq.rows {
-			p := seq.context - seq.rows + j
-			first := 0
-			if s.window > 0 {
-				first = max(0, p-s.window+1)
-			}
 			for h := range s.heads {
-				kvHead := h / (s.heads / s.kvHeads)
-				query := q.row(starts[i]+j, h)
-				var scores []float64
-				largest, sum := math.Inf(-1), 0.0
-				for t := first; t <= p; t++ {
-					b, row := place(i, t)
-					scores = append(scores, dot(query, cache.k.row(b, row, kvHead))*float64(op.Scale))
-					largest = max(largest, scores[len(scores)-1])
-				}
-				want := make([]float64, s.d)
-				for n, score := range scores {
-					e := math.Exp(score - largest)
-					sum += e
-					b, row := place(i, first+n)
-					for d, v := range cache.v.row(b, row, kvHead) {
-						want[d] += e * v
-					}
-				}
-				for d := range want {
-					want[d] /= sum
-				}
-				r.near(out, want, starts[i]+j, h)
+				r.near(out, cached.attended(q.row(starts[i]+j, h), i, j, h, tensor.row), starts[i]+j, h)
 			}
 		}
 	}
@@ -358,5 +399,135 @@ func testAttentionShape(r *rig, s attentionShape, newQ func(rows int) tensor, ga
 			part(i, 0, cut, "without the rows after them")
 			part(i, cut, seq.rows, "without the rows before them")
 		}
+	}
+}
+
+func testRoPEAttention(r *rig) {
+	shapes := []attentionShape{
+		// Few tokens of few sequences, for which some devices have own kernels, at the edges of tiles and chunks.
+		{2, 2, 128, 16, 0, []sequence{{1, 1}, {31, 1}, {32, 1}, {33, 2}}},
+		{8, 2, 128, 16, 0, []sequence{{97, 3}, {5, 0}, {64, 2}, {3, 3}, {66, 4}}},
+		{8, 1, 128, 16, 0, []sequence{{256, 1}, {40, 2}, {255, 2}}},
+		{8, 1, 128, 16, 0, []sequence{{257, 2}, {257, 1}, {289, 2}, {20, 1}}}, // a step in two chunks
+		{16, 1, 128, 16, 0, []sequence{{300, 1}, {33, 1}}},
+		{32, 2, 128, 32, 0, []sequence{{530, 1}}},
+		{2, 2, 128, 16, 0, []sequence{{40, 16}, {16, 16}, {7, 1}}}, // more heads than a block has at once
+		{7, 1, 128, 64, 0, []sequence{{66, 2}, {64, 1}}},
+		{4, 1, 128, 16, 100, []sequence{{300, 2}, {99, 1}, {101, 1}, {600, 3}}},
+		{4, 4, 128, 8, 1, []sequence{{20, 3}}},
+		{4, 2, 128, 256, 0, []sequence{{70, 2}, {1, 1}}},
+		// Others.
+		{4, 2, 128, 24, 0, []sequence{{50, 2}, {25, 1}}}, // whose blocks have no power of two of tokens
+		{4, 2, 64, 16, 0, []sequence{{33, 3}, {17, 1}}},
+		{8, 1, 80, 16, 0, []sequence{{40, 7}}},
+		{8, 2, 128, 16, 0, []sequence{{40, 20}, {33, 1}}},
+		{17, 1, 128, 16, 0, []sequence{{33, 1}}},
+	}
+	for i, s := range shapes {
+		for j, w := range append([]kernels.DType{kernels.Invalid}, r.o.Weights...) {
+			c := ropeAttentionCase{attentionShape: s, norms: w, early: (i+j)%2 == 0, besides: i%3 != 0, inPlace: i%6 == 3, skips: i%2 == 1}
+			r.run(fmt.Sprintf("%+v", c), func(r *rig) { testRoPEAttentionCase(r, c) })
+		}
+	}
+	few := attentionShape{8, 2, 128, 16, 0, []sequence{{33, 2}, {1, 1}}}
+	for _, c := range []ropeAttentionCase{{off: "Q"}, {off: "K"}, {off: "V"}, {off: "Out"}} {
+		c.attentionShape = few
+		r.run(c.off+" that is not aligned", func(r *rig) { testRoPEAttentionCase(r, c) })
+	}
+}
+
+type ropeAttentionCase struct {
+	attentionShape
+	norms   kernels.DType // of weights; Invalid: no norms
+	early   bool          // keys and values of positions before the step's are there early
+	besides bool          // queries, keys and values lie side by side
+	inPlace bool          // Out is Q, unless they lie side by side
+	skips   bool          // the first row of the step, and the last of the first sequence, have no slot
+	off     string        // a tensor whose rows are not aligned
+}
+
+// testRoPEAttentionCase: results are near the reference and have the bits of RoPEAppendKV and
+// Attention in sequence.
+func testRoPEAttentionCase(r *rig, c ropeAttentionCase) {
+	const places, eps = 50, 1e-5
+	cached := r.sequences(c.attentionShape)
+	n := cached.rows()
+	tokens := func(name string, heads int) tensor {
+		if c.off == name {
+			return r.between(1, 2, name, r.act, n, heads, c.d)
+		}
+		return r.rows(c.early, name, r.act, n, heads, c.d)
+	}
+	var q, k, v tensor
+	if c.besides {
+		all := r.normal(tokens("QKV", c.heads+2*c.kvHeads), 0.1, 1)
+		part := func(from, heads int) tensor { return tensor{all.Narrow(1, from, from+heads), all.buffer} }
+		q, k, v = part(0, c.heads), part(c.heads, c.kvHeads), part(c.heads+c.kvHeads, c.kvHeads)
+	} else {
+		q, k, v = r.normal(tokens("Q", c.heads), 0.1, 1), r.normal(tokens("K", c.kvHeads), 0.1, 1), r.normal(tokens("V", c.kvHeads), 0.1, 1)
+	}
+	out := q
+	if !c.inPlace || c.besides {
+		out = tokens("Out", c.heads)
+		out.writes()
+	}
+	q.writes()
+	norms := c.norms != kernels.Invalid
+	qNorm, qNormArg := optional(norms, func() tensor { return r.normal(r.dense("QNorm", c.norms, c.d), 1, 0.2) })
+	kNorm, kNormArg := optional(norms, func() tensor { return r.normal(r.dense("KNorm", c.norms, c.d), 1, 0.2) })
+	table := r.rotations(places, c.d)
+	var rows, slots []int
+	for i, seq := range c.sequences {
+		cached.fill(r, i, seq.rows)
+		for j := range seq.rows {
+			block, row := cached.place(i, seq.context-seq.rows+j)
+			slot := block*c.tokens + row
+			if c.skips && (len(slots) == 0 || i == 0 && j == seq.rows-1) {
+				slot = -1 // the cache holds the position already
+				cached.fillOne(r, i, seq.context-seq.rows+j)
+			}
+			slots, rows = append(slots, slot), append(rows, r.rand.IntN(places))
+		}
+	}
+	cached.writes(slots)
+	op := kernels.RoPEAttention{
+		Append: kernels.RoPEAppendKV{
+			Q: q.Tensor, K: k.Tensor, V: v.Tensor, QNorm: qNormArg, KNorm: kNormArg, Eps: eps, Table: table.Tensor, Rows: r.ints("Rows", rows...).Tensor,
+			CacheK: cached.k.Tensor, CacheV: cached.v.Tensor, Slots: r.ints("Slots", slots...).Tensor,
+		},
+		Attention: cached.attention(r, q, out, c.early),
+	}
+	r.do(&op)
+
+	turned := func(x, weight tensor, row, head int) []float64 {
+		in := x.row(row, head)
+		if norms {
+			in = norm(kernels.RMS, in, weight.row(), eps)
+		}
+		return rotated(in, table.row(rows[row]))
+	}
+	for i, seq := range c.sequences {
+		for j := range seq.rows {
+			row := cached.starts[i] + j
+			for h := range c.kvHeads {
+				if slot := slots[row]; slot >= 0 {
+					r.near(cached.k, turned(k, kNorm, row, h), slot/c.tokens, slot%c.tokens, h)
+					r.exact(cached.v, v.row(row, h), slot/c.tokens, slot%c.tokens, h)
+				}
+			}
+			for h := range c.heads {
+				r.near(out, cached.attended(turned(q, qNorm, row, h), i, j, h, tensor.got), row, h)
+			}
+		}
+	}
+
+	together := []tensor{out, cached.k, cached.v}
+	bits := make([][]byte, len(together))
+	for i, t := range together {
+		bits[i] = bytes.Clone(t.buffer.after)
+	}
+	r.doPart(&op.Append, &op.Attention)
+	for i, t := range together {
+		r.alike(t, bits[i], "rope_append_kv and attention one after the other")
 	}
 }

@@ -47,6 +47,7 @@ var tests = []struct {
 	{"append_kv", testAppendKV},
 	{"rope_append_kv", testRoPEAppendKV},
 	{"attention", testAttention},
+	{"rope_attention", testRoPEAttention},
 	{"route", testRoute},
 	{"route_nan", testRouteNaN},
 	{"group", testSortByExpert},

@@ -370,11 +370,13 @@ ATTENTION(128)
 // warp would compute one tile of positions after the other: warp w of a block has tile w of its chunk.
 // The tiles' parts are joined at the end, so results differ from those of attend in their last bits.
 // With a.past_ready keys and values of earlier steps are loaded while the preceding kernel runs.
-constexpr int wide_warps = chunk_tokens / tile_tokens;
+constexpr int wide_warps = chunk_tokens / tile_tokens, wide_head = 128, wide_half_bytes = tile_tokens * wide_head * 2;
 
-KERNEL(32 * wide_warps, 1) attention_128_wide(const attention_args a) {
-  constexpr int d = 128, chunks = d / 8, half_bytes = tile_tokens * d * 2;
-  DYNAMIC_SHARED(memory);
+// bring writes the queries to a tile of shared memory. With roped it also brings the keys and values of this step's rows,
+// those for which brings is true, from what look has loaded before the preceding kernel has ended.
+template <bool roped, class Look, class Brings, class Bring>
+DEVICE void attend_wide(const attention_args &a, unsigned char *memory, Look look, Brings brings, Bring bring) {
+  constexpr int d = wide_head, chunks = d / 8, half_bytes = wide_half_bytes;
   query_span s = find_span(a, 16 / a.group);
   int from = blockIdx.z * chunk_tokens, queries = s.rows * a.group;
   if (s.rows == 0 || from >= s.end || from + chunk_tokens <= s.begin) {  // uniform over the block
@@ -387,14 +389,18 @@ KERNEL(32 * wide_warps, 1) attention_128_wide(const attention_args a) {
   bool some = tile * tile_tokens < s.end && (tile + 1) * tile_tokens > s.begin;  // uniform over the warp
   unsigned char *keys = memory + warp * 2 * half_bytes, *values = keys + half_bytes, *query_tile = memory + a.chunk_tiles * 2 * half_bytes;
   float2 *ends = (float2 *)(query_tile + 16 * d * 2);  // of each warp and query
-  int in = a.shift >= 0 ? p >> a.shift : p / a.tokens;
+  int in = roped || a.shift >= 0 ? p >> a.shift : p / a.tokens;
   int block = p >= s.begin && p < s.end ? load_early((const int *)a.table + s.sequence * a.table_row + in) : -1;
+  bool here = roped && p >= s.position && p < s.end && brings(s.row0 + p - s.position);
+  look(s);
+  constexpr i64 brought = -2;
   i64 k_at = -1, v_at = -1;
   if (block >= 0 && block < a.blocks) {
     i64 token = p - in * a.tokens;
     k_at = block * a.k_block + token * a.k_token + kv_head * a.k_head;
     v_at = block * a.v_block + token * a.v_token + kv_head * a.v_head;
   }
+  if (here) k_at = brought;
   // First, before the preceding kernels have ended, what they do not write: keys and values of earlier steps, and
   // zeros for positions that nobody attends to. Then queries and the other positions. Loops are not unrolled, here and
   // below: with few sequences the kernel takes most of its time to bring its instructions.
@@ -405,23 +411,14 @@ KERNEL(32 * wide_warps, 1) attention_128_wide(const attention_args a) {
     if (turn > 0) {
       row = max(before - tile * tile_tokens, 0) & ~1, last = min(s.end - tile * tile_tokens, last);
       wait_dependencies();
-#pragma unroll 1
-      for (int item = threadIdx.x; item < queries * chunks; item += 32 * wide_warps) {
-        int i = item / chunks, chunk = item % chunks;
-        const u16 *head = (const u16 *)a.q + (s.row0 + i / a.group) * a.q_row + (kv_head * a.group + i % a.group) * a.q_head;
-        unsigned char *to = query_tile + swizzled<d>(i, chunk);
-        if (a.q_aligned)
-          copy_async(to, head + chunk * 8, 16);
-        else
-          *(uint4 *)to = load_packed(head, chunk * 8, 8, false);
-      }
+      bring(s, query_tile);
     }
 #pragma unroll 1
     for (; row < last; row += 2) {
       int mine = row + lane / chunks, chunk = lane % chunks, position = tile * tile_tokens + mine;
       i64 k_row = __shfl_sync(all_lanes, k_at, mine), v_row = k_row;
       if (!a.v_as_k) v_row = __shfl_sync(all_lanes, v_at, mine);
-      if ((position >= before && position < s.end) != (turn > 0)) continue;
+      if ((position >= before && position < s.end) != (turn > 0) || (roped && k_row == brought)) continue;
       bool there = k_row >= 0;
       unsigned char *to = keys + swizzled<d>(mine, chunk);
       copy_async(to, (const u16 *)a.k + (there ? k_row + chunk * 8 : 0), there ? 16 : 0);
@@ -489,6 +486,119 @@ KERNEL(32 * wide_warps, 1) attention_128_wide(const attention_args a) {
     else
       out[0] = (u16)both, out[1] = (u16)(both >> 16);
   }
+}
+
+KERNEL(32 * wide_warps, 1) attention_128_wide(const attention_args a) {
+  DYNAMIC_SHARED(memory);
+  auto bring = [&](const query_span &s, unsigned char *query_tile) {
+    constexpr int chunks = wide_head / 8;
+#pragma unroll 1
+    for (int item = threadIdx.x; item < s.rows * a.group * chunks; item += 32 * wide_warps) {
+      int i = item / chunks, chunk = item % chunks;
+      const u16 *head = (const u16 *)a.q + (s.row0 + i / a.group) * a.q_row + (blockIdx.y * a.group + i % a.group) * a.q_head;
+      unsigned char *to = query_tile + swizzled<wide_head>(i, chunk);
+      if (a.q_aligned)
+        copy_async(to, head + chunk * 8, 16);
+      else
+        *(uint4 *)to = load_packed(head, chunk * 8, 8, false);
+    }
+  };
+  attend_wide<false>(a, memory, [](const query_span &) {}, [](i64) { return false; }, bring);
+}
+
+struct rope_attention_args {
+  attention_args attention;  // tokens is a power of two, and everything is aligned
+  u64 k, v;                  // of this step's tokens
+  u64 q_weight, k_weight;    // activations
+  u64 angles, rows, slots;   // cosines and sines, and which row of them each token has
+  i64 k_row, k_head, v_row, v_head;
+  int places;  // rows of angles
+  float eps;
+};
+
+// attention_128_wide, and before it what rope_append_kv_few does, with the same bits, in each block for its KV head: queries
+// go to shared memory only, and keys and values there and to the cache, in the block whose chunk has their position. Those
+// that are not appended are read from the cache. Eight lanes work on a head, as in rope_append.
+template <bool normed>
+DEVICE void rope_attend_wide(const rope_attention_args &r, unsigned char *memory) {
+  constexpr int half = wide_head / 2, lanes = half / 8, at_once = 32 * wide_warps / lanes;
+  const attention_args &a = r.attention;
+  int each = a.group + 2;  // heads of a row: those of q, then of k and v
+  int lane = threadIdx.x % lanes, at = lane * 8, kv_head = blockIdx.y;
+  auto kept = [&](int slot) { return slot >= 0 && slot >> a.shift < a.blocks; };
+  auto brings = [&](i64 row) { return kept(load_early((const int *)r.slots + row)); };
+
+  // The first of a warp's heads, among those of all rows, and what look loads for this thread's one of them.
+  int from = threadIdx.x / 32 * (32 / lanes), row, of_k, slot;
+  bool turned;
+  float c[8], sines[8];
+  uint4 low, high;  // weights
+  auto look = [&](const query_span &s) {
+    int all = s.rows * each;
+    if (from >= all) return;
+    row = 0, of_k = min(from + (int)threadIdx.x % 32 / lanes, all - 1) - a.group;
+#pragma unroll 1
+    for (; of_k > 1; of_k -= each) row++;
+    int place = load_early((const int *)r.rows + s.row0 + row);
+    slot = load_early((const int *)r.slots + s.row0 + row);
+    if (normed) {
+      const u16 *weight = (const u16 *)(of_k < 0 ? r.q_weight : r.k_weight) + at;
+      low = *(const uint4 *)weight, high = *(const uint4 *)(weight + half);
+    }
+    turned = of_k <= 0 && place >= 0 && place < r.places;
+    if (!turned) return;
+    i64 angles = (i64)place * wide_head + at;
+    load8(c, (const void *)r.angles, f32_type, angles, 8, true), load8(sines, (const void *)r.angles, f32_type, angles + half, 8, true);
+  };
+  auto bring = [&](const query_span &s, unsigned char *query_tile) {
+    int all = s.rows * each;
+#pragma unroll 1
+    for (; from < all; from += at_once, look(s)) {
+      i64 n = s.row0 + row;
+      const u16 *x = of_k < 0    ? (const u16 *)a.q + n * a.q_row + (kv_head * a.group + a.group + of_k) * a.q_head
+                     : of_k == 0 ? (const u16 *)r.k + n * r.k_row + kv_head * r.k_head
+                                 : (const u16 *)r.v + n * r.v_row + kv_head * r.v_head;
+      uint4 lo = *(const uint4 *)(x + at), hi = *(const uint4 *)(x + half + at);
+      if (normed) {
+        float total = __fadd_rn(squares(lo), squares(hi));
+#pragma unroll
+        for (int m = lanes / 2; m > 0; m /= 2) total += __shfl_xor_sync(all_lanes, total, m);
+        if (of_k <= 0) {
+          float scale = rms_scale(total, wide_head, r.eps), w[8], v[8];
+          unpack(w, low), unpack(v, high);
+          lo = scaled(lo, scale, {w[0], w[1], w[2], w[3]}, {w[4], w[5], w[6], w[7]});
+          hi = scaled(hi, scale, {v[0], v[1], v[2], v[3]}, {v[4], v[5], v[6], v[7]});
+        }
+      }
+      if (turned) rotate(lo, hi, c, sines);
+      bool there = from + (int)threadIdx.x % 32 / lanes < all;
+      unsigned char *tile = query_tile;
+      int line = (row + 1) * a.group + of_k;
+      if (of_k >= 0) {
+        int p = s.position + row - blockIdx.z * chunk_tokens;
+        there = there && p >= 0 && p < chunk_tokens && kept(slot);
+        tile = memory + (p / tile_tokens * 2 + of_k) * wide_half_bytes, line = p % tile_tokens;
+        if (there) {
+          i64 block = slot >> a.shift, token = slot & (a.tokens - 1);
+          u16 *to = of_k == 0 ? (u16 *)a.k + block * a.k_block + token * a.k_token + kv_head * a.k_head
+                              : (u16 *)a.v + block * a.v_block + token * a.v_token + kv_head * a.v_head;
+          store_chunk(to + at, lo), store_chunk(to + half + at, hi);
+        }
+      }
+      if (there) *(uint4 *)(tile + swizzled<wide_head>(line, lane)) = lo, *(uint4 *)(tile + swizzled<wide_head>(line, lanes + lane)) = hi;
+    }
+  };
+  attend_wide<true>(a, memory, look, brings, bring);
+}
+
+KERNEL(32 * wide_warps, 1) rope_attention_128_wide(const rope_attention_args r) {
+  DYNAMIC_SHARED(memory);
+  rope_attend_wide<false>(r, memory);
+}
+
+KERNEL(32 * wide_warps, 1) norm_rope_attention_128_wide(const rope_attention_args r) {
+  DYNAMIC_SHARED(memory);
+  rope_attend_wide<true>(r, memory);
 }
 
 // Joins the chunks of one token (blockIdx.x, max_rows of each sequence) and head of Q (blockIdx.y).

@@ -116,6 +116,48 @@ DEVICE float warp_sum(float v) {
 // Intrinsics, so that the compiler fuses nothing and every kernel has the same bits.
 DEVICE float silu(float x) { return __fdiv_rn(x, __fadd_rn(1.f, expf(-x))); }
 
+// Rotates eight elements of a head's lower half with the corresponding ones of its upper half.
+// Intrinsics, so that every kernel has the same bits.
+DEVICE void rotate(float (&lo)[8], float (&hi)[8], const float (&c)[8], const float (&s)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    float v = lo[i], w = hi[i];
+    lo[i] = __fmaf_rn(v, c[i], -__fmul_rn(w, s[i]));
+    hi[i] = __fmaf_rn(w, c[i], __fmul_rn(v, s[i]));
+  }
+}
+
+// The same with the elements as they are stored, which are rounded again.
+DEVICE void rotate(uint4 &lo, uint4 &hi, const float (&c)[8], const float (&s)[8]) {
+  float x[8], y[8];
+  unpack(x, lo), unpack(y, hi);
+  rotate(x, y, c, s);
+  lo = pack(x), hi = pack(y);
+}
+
+// A thread's sum of squares of a row, as norm_head computes it.
+DEVICE float squares(const uint4 &q) {
+  float v[8], total = 0;
+  unpack(v, q);
+#pragma unroll
+  for (int i = 0; i < 8; i++) total = __fadd_rn(total, __fmul_rn(v[i], v[i]));
+  return total;
+}
+
+// The factor that norms a head of d elements, of which total is the sum of squares.
+DEVICE float rms_scale(float total, int d, float eps) { return 1.f / sqrtf(total / d + eps); }
+
+// Norms eight elements as norm_head does; a and b are their weights.
+DEVICE uint4 scaled(const uint4 &x, float scale, const float4 &a, const float4 &b) {
+  float v[8];
+  unpack(v, x);
+#pragma unroll
+  for (int i = 0; i < 8; i++) v[i] = __fmul_rn(v[i], scale);
+  v[0] = __fmul_rn(v[0], a.x), v[1] = __fmul_rn(v[1], a.y), v[2] = __fmul_rn(v[2], a.z), v[3] = __fmul_rn(v[3], a.w);
+  v[4] = __fmul_rn(v[4], b.x), v[5] = __fmul_rn(v[5], b.y), v[6] = __fmul_rn(v[6], b.z), v[7] = __fmul_rn(v[7], b.w);
+  return pack(v);
+}
+
 // Attention runs its online softmax over chunks of positions, which are then joined in ascending
 // order.
 #define neg_infinity __uint_as_float(0xff800000u)  // -infinity: no score yet

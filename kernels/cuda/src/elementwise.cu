@@ -362,17 +362,6 @@ KERNEL(128, 1) add_bias(const add_bias_args a) {
   x[0] = lo, x[1] = hi;
 }
 
-// Rotates eight elements of a head's lower half with the corresponding ones of its upper half.
-// Intrinsics, so that every kernel has the same bits.
-DEVICE void rotate(float (&lo)[8], float (&hi)[8], const float (&c)[8], const float (&s)[8]) {
-#pragma unroll
-  for (int i = 0; i < 8; i++) {
-    float v = lo[i], w = hi[i];
-    lo[i] = __fmaf_rn(v, c[i], -__fmul_rn(w, s[i]));
-    hi[i] = __fmaf_rn(w, c[i], __fmul_rn(v, s[i]));
-  }
-}
-
 struct rope_args {
   u64 q, k, table, rows;
   i64 q_row, q_head, k_row, k_head;
@@ -437,27 +426,6 @@ struct rope_append_kv_args {
   float eps;
   int aligned;
 };
-
-// A thread's sum of squares of a row, as norm_head computes it.
-DEVICE float squares(const uint4 &q) {
-  float v[8], total = 0;
-  unpack(v, q);
-#pragma unroll
-  for (int i = 0; i < 8; i++) total = __fadd_rn(total, __fmul_rn(v[i], v[i]));
-  return total;
-}
-
-// Norms eight elements as norm_head does.
-DEVICE uint4 scaled(const uint4 &x, float scale, const float4 *weight) {
-  float v[8];
-  unpack(v, x);
-#pragma unroll
-  for (int i = 0; i < 8; i++) v[i] = __fmul_rn(v[i], scale);
-  float4 a = weight[0], b = weight[1];
-  v[0] = __fmul_rn(v[0], a.x), v[1] = __fmul_rn(v[1], a.y), v[2] = __fmul_rn(v[2], a.z), v[3] = __fmul_rn(v[3], a.w);
-  v[4] = __fmul_rn(v[4], b.x), v[5] = __fmul_rn(v[5], b.y), v[6] = __fmul_rn(v[6], b.z), v[7] = __fmul_rn(v[7], b.w);
-  return pack(v);
-}
 
 // The heads of a row are those of q, then of k, then of v. a.lanes lanes (a power of two, at
 // most 16) work on a head, each on eight elements of its lower half and the eight of the upper
@@ -528,17 +496,15 @@ DEVICE void rope_append(const rope_append_kv_args &a) {
         for (int m = 8; m > 0; m /= 2)
           if (m < lanes) total += __shfl_xor_sync(all_lanes, total, m);
         if (there && of_v < 0) {
-          float scale = 1.f / sqrtf(total / (2 * half) + a.eps);
+          float scale = rms_scale(total, 2 * half, a.eps);
           int w = of_k < 0 ? 0 : 2;
-          lo[i] = scaled(lo[i], scale, weights[w] + at / 4), hi[i] = scaled(hi[i], scale, weights[w + 1] + at / 4);
+          const float4 *low = weights[w] + at / 4, *high = weights[w + 1] + at / 4;
+          lo[i] = scaled(lo[i], scale, low[0], low[1]), hi[i] = scaled(hi[i], scale, high[0], high[1]);
         }
       }
       if (!there) continue;
       if (turned && of_v < 0) {
-        float x[8], y[8];
-        unpack(x, lo[i]), unpack(y, hi[i]);
-        rotate(x, y, c, s);
-        lo[i] = pack(x), hi[i] = pack(y);
+        rotate(lo[i], hi[i], c, s);
       }
       u16 *to = of_k < 0 ? q + head * a.q_head : of_v < 0 ? cache_k + of_k * a.ck_head : cache_v + of_v * a.cv_head;
       store_packed(to, at, lo[i], n, aligned), store_packed(to, half + at, hi[i], n, aligned);

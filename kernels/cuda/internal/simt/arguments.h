@@ -40,6 +40,21 @@
   FIELD(attention_args, v_as_k) \
   FIELD(attention_args, past_ready) \
   FIELD(attention_args, chunk_tiles) \
+  STRUCT(rope_attention_args) \
+  FIELD(rope_attention_args, attention) \
+  FIELD(rope_attention_args, k) \
+  FIELD(rope_attention_args, v) \
+  FIELD(rope_attention_args, q_weight) \
+  FIELD(rope_attention_args, k_weight) \
+  FIELD(rope_attention_args, angles) \
+  FIELD(rope_attention_args, rows) \
+  FIELD(rope_attention_args, slots) \
+  FIELD(rope_attention_args, k_row) \
+  FIELD(rope_attention_args, k_head) \
+  FIELD(rope_attention_args, v_row) \
+  FIELD(rope_attention_args, v_head) \
+  FIELD(rope_attention_args, places) \
+  FIELD(rope_attention_args, eps) \
   STRUCT(copy_blocks_args) \
   FIELD(copy_blocks_args, src) \
   FIELD(copy_blocks_args, dst) \
