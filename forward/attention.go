@@ -81,44 +81,51 @@ func (a *Attention) Append(s device.Stream, layer int, r Span, b *AttentionMetad
 // Compute writes attention's output for tokens r to the buffers. The layer's KV cache must
 // already hold the keys and values of these tokens.
 func (a *Attention) Compute(s device.Stream, layer int, r Span, b *AttentionMetadata) error {
+	a.compute = a.operation(layer, r, b)
+	return enqueueLayer(a.backend, s, layer, &a.compute)
+}
+
+// operation is what Compute enqueues.
+func (a *Attention) operation(layer int, r Span, b *AttentionMetadata) kernels.Attention {
 	c := a.shape
 	q, _, _ := split(c, r.slice(a.buffers.QKV, 1))
-	a.compute = kernels.Attention{
+	op := kernels.Attention{
 		Q:         heads(c, q),
 		SeqStarts: b.SeqStarts, ContextLens: b.ContextLens, BlockTable: b.BlockTable,
 		Window: c.Windows[layer], Scale: float32(1 / math.Sqrt(float64(c.HeadDim))),
 		MaxContext: b.MaxContext, MaxSeqTokens: b.MaxSeqTokens, CachedTokens: b.CachedTokens, AttendedTokens: b.AttendedTokens,
 		PastReady: b.PastReady, Out: heads(c, r.slice(a.buffers.Output, 1)),
 	}
-	a.compute.CacheK, a.compute.CacheV = a.kv.View(layer)
-	return enqueueLayer(a.backend, s, layer, &a.compute)
+	op.CacheK, op.CacheV = a.kv.View(layer)
+	return op
 }
 
-// PreAttention norms b's tokens (unless Combine of the previous layer did), computes their
-// queries, keys and values, applies RoPE to queries and keys, and appends keys and values to
-// the layer's KV cache. a is the model's own Attention. Afterwards only the queries in the QKV
-// buffer are normed and rotated; its keys are not.
-func (m *Model) PreAttention(s device.Stream, layer int, b *Batch, a *Attention) error {
+// Attend norms b's tokens (unless Combine of the previous layer did), computes their queries,
+// keys and values, applies RoPE to queries and keys, appends keys and values to the layer's KV
+// cache, and writes attention's output to the buffers. a is the model's own Attention. Afterwards
+// the QKV buffer is undefined.
+func (m *Model) Attend(s device.Stream, layer int, b *Batch, a *Attention) error {
 	c, w := m.Config, &m.Weights.Layers[layer]
-	// RoPEAppendKV also norms the heads, unless clipping comes between projection and norm.
+	// RoPEAttention also norms the heads, unless clipping comes between projection and norm.
 	norms := c.QKNorm == models.HeadQKNorm && c.ClipQKV == 0
 	if err := m.project(s, layer, b, norms); err != nil {
 		return err
 	}
-	q, k, v := split(&c.Attention, b.slice(m.ws.attention.QKV, 1))
-	op := &m.ops.ropeKV
-	*op = kernels.RoPEAppendKV{
-		Q: heads(&c.Attention, q), K: heads(&c.Attention, k), V: heads(&c.Attention, v), Table: m.ws.rope, Rows: b.RopeRows, Slots: b.Attention.Slots,
+	_, k, v := split(&c.Attention, b.slice(m.ws.attention.QKV, 1))
+	op := &m.ops.attend
+	op.Attention = a.operation(layer, b.Span, &b.Attention)
+	op.Append = kernels.RoPEAppendKV{
+		Q: op.Attention.Q, K: heads(&c.Attention, k), V: heads(&c.Attention, v), Table: m.ws.rope, Rows: b.RopeRows,
+		CacheK: op.Attention.CacheK, CacheV: op.Attention.CacheV, Slots: b.Attention.Slots,
 	}
-	op.CacheK, op.CacheV = a.kv.View(layer)
 	if norms {
-		op.QNorm, op.KNorm, op.Eps = w.QNorm, w.KNorm, c.NormEps
+		op.Append.QNorm, op.Append.KNorm, op.Append.Eps = w.QNorm, w.KNorm, c.NormEps
 	}
 	return m.enqueueLayer(s, layer, op)
 }
 
-// Project is PreAttention without the append: afterwards the QKV buffer has the rotated queries
-// and keys, and the values.
+// Project is Attend without the append and attention: afterwards the QKV buffer has the rotated
+// queries and keys, and the values.
 func (m *Model) Project(s device.Stream, layer int, b *Batch) error {
 	if err := m.project(s, layer, b, false); err != nil {
 		return err

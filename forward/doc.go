@@ -24,14 +24,14 @@
 // step at a time, expert stages on the whole step:
 //
 //	for each layer
-//		for each micro-batch b: PreAttention, Attention.Compute, PostAttention
+//		for each micro-batch b: Attend, PostAttention
 //		if Config.Dense[layer]: MLP
 //		else: SortByExpert, SharedExpert, Experts (once per wave), Combine
 //	for each micro-batch b: Head
 //
-// With an Attention elsewhere (on the CPU), Project replaces PreAttention. Then the batch's
-// Buffers are copied to the buffers of that Attention, its Append and Compute run, and the
-// output is copied back.
+// With an Attention elsewhere (on the CPU), Project replaces Attend. Then the batch's Buffers
+// are copied to the buffers of that Attention, its Append and Compute run, and the output is
+// copied back.
 //
 // After a layer's last PostAttention, PredictNext runs the router of a later layer on the
 // current hidden state, to predict the experts that it will select.

@@ -224,8 +224,7 @@ func (r *rig) step(group ...*HostBatch) []Batch {
 	for layer := range m.Config.Layers {
 		for i := range batches {
 			b := &batches[i]
-			check(r.t, m.PreAttention(s, layer, b, r.attention))
-			check(r.t, r.attention.Compute(s, layer, b.Span, &b.Attention))
+			check(r.t, m.Attend(s, layer, b, r.attention))
 			check(r.t, m.PostAttention(s, layer, b, len(batches) == 1))
 		}
 		if m.Config.Dense[layer] {

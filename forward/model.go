@@ -33,7 +33,7 @@ type arguments struct {
 	matmul   kernels.MatMul
 	clamp    kernels.Clamp
 	rope     kernels.RoPE
-	ropeKV   kernels.RoPEAppendKV
+	attend   kernels.RoPEAttention
 	route    kernels.Route
 	sort     kernels.SortByExpert
 	up       kernels.ExpertUp

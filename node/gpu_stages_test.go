@@ -192,8 +192,7 @@ func (r *stages) run(ids []int32, long bool, chosen []choice) ([]float32, []choi
 	routes := make([]choice, r.config.Layers)
 	r.ok(m.Embed(s, &b))
 	for layer, dense := range r.config.Dense {
-		r.ok(m.PreAttention(s, layer, &b, attention))
-		r.ok(attention.Compute(s, layer, b.Span, &b.Attention))
+		r.ok(m.Attend(s, layer, &b, attention))
 		r.ok(m.PostAttention(s, layer, &b, chosen == nil))
 		if dense {
 			r.ok(m.MLP(s, layer, forward.Span{Rows: rows}))

@@ -21,14 +21,6 @@ type executor struct {
 	tracer    *tracer
 }
 
-// computeAttention runs a micro-batch's attention block on the device.
-func (x *executor) computeAttention(layer int, b *forward.Batch) error {
-	if err := x.model.PreAttention(x.stream, layer, b, x.attention); err != nil {
-		return err
-	}
-	return x.attention.Compute(x.stream, layer, b.Span, &b.Attention)
-}
-
 // runRouted runs all routed experts of a layer for a span of tokens: in waves, or, with
 // singleLaunch, where all fetches are expected to have completed, in one launch, which leaves
 // fewer multiprocessors idle at its end. sorted: the router has sorted the tokens' pairs.
@@ -196,7 +188,7 @@ func (q *enqueuer) enqueue(ctx context.Context, a Action, f *stepState) (err err
 	case PagePrefetch:
 		return f.step.PrefetchPart(a.Layer, a.MicroBatch, a.Pages)
 	case Attention:
-		return owner.computeAttention(a.Layer, &b.batch)
+		return owner.model.Attend(owner.stream, a.Layer, &b.batch, owner.attention)
 	case ProjectQKV:
 		if err = owner.model.Project(owner.stream, a.Layer, &b.batch); err == nil {
 			err = q.attention.enqueue(owner.stream, owner.model, a.Layer, b, f.meter)
