@@ -79,6 +79,56 @@ DEVICE int list_runs(const expert_args &a, run *runs, int across) {
   return tiles;
 }
 
+// The same with half as many instructions, for kernels that have few tokens and many experts: one prefix sum over the lanes, each of
+// which has four of 128 experts, counts their tiles and, in its lowest byte, the experts with tokens. Wide and alone, the kernels
+// were 1 to 2 % slower with it.
+DEVICE int list_few_runs(const expert_args &a, run *runs, int across) {
+  constexpr int each = 4;
+  int lane = threadIdx.x, tiles = 0, n = 0;
+#pragma unroll 1
+  for (int from = 0; from < a.listed; from += 32 * each) {
+    run e[each];
+    u32 mine = 0;
+#pragma unroll
+    for (int j = 0; j < each; j++) {
+      int i = from + j * 32 + lane, id = i < a.listed ? load_early((const int *)a.experts + i) : -1;
+      e[j] = {0, 0, 0, 0, 0};
+      if (id >= 0 && id < a.experts_all) {
+        e[j].weights = load_early((const u64 *)a.slots + id);
+        e[j].first = load_early((const int *)a.offsets + id);
+        e[j].rows = load_early((const int *)a.offsets + id + 1);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < each; j++) {
+      e[j].weights += a.start;
+      e[j].rows -= e[j].first;
+      e[j].parts = 1;  // without the instructions of a division
+#pragma unroll 1
+      while (e[j].parts * a.max_tokens < e[j].rows) e[j].parts++;
+      if (e[j].rows > 0) mine += (u32)(e[j].parts * across) << 8 | 1;
+      e[j].end = (int)(mine >> 8);
+    }
+    u32 up_to = mine;
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) {
+      u32 v = __shfl_up_sync(all_lanes, up_to, d);
+      if (lane >= d) up_to += v;
+    }
+    u32 before = up_to - mine;
+    run *to = runs + n + (before & 255);
+#pragma unroll
+    for (int j = 0; j < each; j++) {
+      if (e[j].rows <= 0) continue;
+      e[j].end += tiles + (int)(before >> 8);
+      *to++ = e[j];
+    }
+    u32 all = __shfl_sync(all_lanes, up_to, 31);
+    tiles += (int)(all >> 8), n += all & 255;
+  }
+  return tiles;
+}
+
 // The approximate division is accurate to about 1e-7, far below the rounding of the result.
 DEVICE float silu_fast(float x) { return __fmul_rn(x, reciprocal_fast(__fadd_rn(1.f, exp2_fast(__fmul_rn(x, -1.44269504f))))); }
 
@@ -257,7 +307,7 @@ DEVICE void expert(const expert_args &a, unsigned char *memory) {
   p.runs = (run *)(start + a.stages * steps_per_stage * p.r.step_bytes);
   if (threadIdx.x < 32) {
     if (threadIdx.x == 0) ring_init(p.r, up ? p.producers + 1 : 2, groups);
-    int n = list_runs(a, p.runs, p.across);
+    int n = once ? list_few_runs(a, p.runs, p.across) : list_runs(a, p.runs, p.across);
     if (threadIdx.x == 0) tiles = n;
   }
   __syncthreads();

@@ -98,26 +98,28 @@ DEVICE void few_rows(const few_args &a, unsigned char *memory) {
   launch_dependents();
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int row = lane >> 2, first = warp * 64 + (lane & 3) * 8;  // chunks as in few_columns
-  constexpr int tile_columns = gated ? 8 : 16;
-  int tiles = (a.columns + tile_columns - 1) / tile_columns, pieces = max(0, a.inner - warp * 64 + 64 * few_warps - 1) / (64 * few_warps);
+  constexpr int tile_columns = gated ? 8 : 16, piece = 64 * few_warps;
+  int tiles = (a.columns + tile_columns - 1) / tile_columns, pieces = max(0, a.inner - warp * 64 + piece - 1) / piece;
   uint4 *ring = (uint4 *)memory + threadIdx.x;
   u64 policy = once ? read_once() : 0;
 
-  int next_tile = blockIdx.x, next_piece = 0;
+  // next is this thread's first weight of what is loaded next. Loads have few instructions: a piece's take 930 cycles, and 830 since
+  // addresses are not computed anew for each.
+  int next_tile = pieces > 0 ? blockIdx.x : tiles, next_k = first, column = blockIdx.x * tile_columns + row;
+  const u16 *next = (const u16 *)a.w + column * (i64)a.inner + first;
+  i64 second = (gated ? a.columns : 8) * (i64)a.inner;  // to the other eight rows of a tile
+  i64 to_tile = gridDim.x * tile_columns * (i64)a.inner - pieces * piece;
   auto load_stage = [&](int slot) {
-    if (next_tile < tiles && pieces > 0) {
-      int column = next_tile * tile_columns + row, k = next_piece * 64 * few_warps + first;
-      const u16 *w = (const u16 *)a.w + column * (i64)a.inner + k;
-      i64 second = (gated ? a.columns : 8) * (i64)a.inner;  // to the other eight rows of a tile
+    if (next_tile < tiles) {
 #pragma unroll
       for (int i = 0; i < 2; i++)
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          bool there = column + (gated ? 0 : 8 * i) < a.columns && k + 32 * h < a.inner;  // a multiple of 8
-          const u16 *from = there ? w + i * second + 32 * h : (const u16 *)a.w;
-          copy_async<once>(ring + (slot * 4 + i * 2 + h) * 32 * few_warps, from, there ? 16 : 0, policy);
+          bool there = column + (gated ? 0 : 8 * i) < a.columns && next_k + 32 * h < a.inner;  // a multiple of 8
+          copy_async<once>(ring + (slot * 4 + i * 2 + h) * 32 * few_warps, next + i * second + 32 * h, there ? 16 : 0, policy);
         }
-      if (++next_piece == pieces) next_piece = 0, next_tile += gridDim.x;
+      next += piece, next_k += piece;
+      if (next_k - first == pieces * piece) next += to_tile, next_k = first, next_tile += gridDim.x, column += gridDim.x * tile_columns;
     }
     copy_commit();
   };
@@ -125,15 +127,18 @@ DEVICE void few_rows(const few_args &a, unsigned char *memory) {
   for (int i = 0; i < stages; i++) load_stage(i);
   wait_dependencies();
 
-  const u16 *x_at = row < a.rows ? (const u16 *)a.x + row * a.x_stride : 0;
+  const u16 *x_at = (const u16 *)a.x + min(row, a.rows - 1) * a.x_stride + first;  // what is computed of other rows is not kept
   int slot = 0, turn = 0;
+  auto load_x = [&](uint4 (&x)[2], int k) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) x[h] = k + 32 * h < a.inner - first ? *(const uint4 *)(x_at + k + 32 * h) : uint4{0, 0, 0, 0};
+  };
+  uint4 kept[2][2];  // gated: X, if it has at most two pieces, as blocks have several tiles
+  if (gated) load_x(kept[0], 0), load_x(kept[1], piece);
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, turn ^= 1) {
     float sums[4] = {};
-#pragma unroll 1
-    for (int k = first, i = 0; i < pieces; i++, k += 64 * few_warps) {
-      uint4 x[2], w[2][2];
-#pragma unroll
-      for (int h = 0; h < 2; h++) x[h] = load_chunk(k + 32 * h < a.inner ? x_at : 0, k + 32 * h);
+    auto multiply = [&](const uint4 (&x)[2]) {
+      uint4 w[2][2];
       copy_wait<stages - 1>();
 #pragma unroll
       for (int j = 0; j < 4; j++) w[j / 2][j % 2] = ring[(slot * 4 + j) * 32 * few_warps];
@@ -145,20 +150,32 @@ DEVICE void few_rows(const few_args &a, unsigned char *memory) {
       }
       load_stage(slot);  // its previous content has been multiplied
       if (++slot == stages) slot = 0;
+    };
+    if (gated && pieces <= 2) {
+      if (pieces > 0) multiply(kept[0]);
+      if (pieces > 1) multiply(kept[1]);
+    } else {
+#pragma unroll 1
+      for (int k = 0; k < pieces * piece; k += piece) {
+        uint4 x[2];
+        load_x(x, k);
+        multiply(x);
+      }
     }
 #pragma unroll
     for (int c = 0; c < 4; c++) parts[turn][warp][(lane & 3) * 2 + c % 2][row + c / 2 * 8] = sums[c];
     __syncthreads();
-    int m = threadIdx.x % tile_columns, n = threadIdx.x / tile_columns;
-    if (n >= a.rows || tile * tile_columns + m >= a.columns) continue;
-    float v = 0, up = 0;
+    // A thread adds the parts of one weight row and row of X, in whole warps.
+    int m = threadIdx.x % 16, n = threadIdx.x / 16;
+    if (warp * 2 >= a.rows) continue;
+    float v = 0;
 #pragma unroll
-    for (int i = 0; i < few_warps; i++) {
-      v = __fadd_rn(v, parts[turn][i][n][m]);
-      if (gated) up = __fadd_rn(up, parts[turn][i][n][m + 8]);
+    for (int i = 0; i < few_warps; i++) v = __fadd_rn(v, parts[turn][i][n][m]);
+    if (gated) {
+      v = from_act(to_act(v));
+      v = silu(v) * __shfl_xor_sync(all_lanes, v, 8);
     }
-    if (gated) v = silu(from_act(to_act(v))) * from_act(to_act(up));
-    put_sum(a, n, tile * tile_columns + m, v);
+    if (n < a.rows && m < tile_columns && tile * tile_columns + m < a.columns) put_sum(a, n, tile * tile_columns + m, v);
   }
 }
 
