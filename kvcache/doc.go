@@ -52,7 +52,7 @@
 //	manager, err := kvcache.NewManager(kvcache.ManagerOptions{Blocks: 512})
 //	seq := manager.NewTable()
 //	if !seq.Reserve(len(prompt)) { … }
-//	k, v := pool.View(layer)       // for kernels.RoPEAppendKV and kernels.Attention, with seq.Blocks()
+//	k, v := pool.View(layer)       // for kernels.RoPEAttention, with seq.Blocks()
 //	seq.Filled(len(prompt))        // when the step has ended
 //	seq.Release(true)
 package kvcache

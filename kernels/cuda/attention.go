@@ -56,6 +56,9 @@ func (l *streamState) ropeAttention(o *kernels.RoPEAttention) error {
 	if l.b.ropesWide(o) {
 		return l.attention(&o.Attention, o)
 	}
+	if err := l.b.checkAttention(&o.Attention); err != nil { // before anything is launched
+		return err
+	}
 	if err := l.ropeAppendKV(&o.Append); err != nil {
 		return err
 	}
@@ -103,9 +106,37 @@ func (b *Backend) promptsOnly(o *kernels.Attention) bool {
 	return b.hasPrompt(o) && (b.o.BatchInvariant || long)
 }
 
+// headSizeIndex is the index of the smallest of headSizes with room for heads of d elements, or their number.
+func headSizeIndex(d int) int {
+	i := 0
+	for i < len(headSizes) && headSizes[i] < d {
+		i++
+	}
+	return i
+}
+
+// checkAttention checks what kernels require of o beyond its contract; an operation without elements has no kernel.
+func (b *Backend) checkAttention(o *kernels.Attention) error {
+	if err := b.activation(o.Name(), "Q", &o.Q); err != nil {
+		return err
+	}
+	heads, d, kvHeads := o.Q.Shape[1], o.Q.Shape[2], o.CacheK.Shape[2]
+	switch {
+	case o.ContextLens.Shape[0] == 0 || o.Q.Shape[0] == 0 || heads == 0 || d == 0:
+	case d%8 != 0 || headSizeIndex(d) == len(headSizes):
+		return fmt.Errorf("cuda: %s: Q is %v, want a head size that is a multiple of 8, at most %d", o.Name(), o.Q, headSizes[len(headSizes)-1])
+	case heads/kvHeads > maxGroup:
+		return fmt.Errorf("cuda: %s: Q is %v, want at most %d heads for each of CacheK's %d", o.Name(), o.Q, maxGroup, kvHeads)
+	case !aligned(&o.CacheK, &o.CacheV):
+		return fmt.Errorf("cuda: %s: CacheK is %v at %#x and CacheV %v at %#x, want addresses and strides that are multiples of 16 bytes",
+			o.Name(), o.CacheK, uint64(o.CacheK.Addr), o.CacheV, uint64(o.CacheV.Addr))
+	}
+	return nil
+}
+
 // attention runs o, or all of the operation that o is a part of, unless that is nil: see ropesWide.
 func (l *streamState) attention(o *kernels.Attention, partOf *kernels.RoPEAttention) error {
-	if err := l.b.activation(o.Name(), "Q", &o.Q); err != nil {
+	if err := l.b.checkAttention(o); err != nil {
 		return err
 	}
 	sequences, heads, d := o.ContextLens.Shape[0], o.Q.Shape[1], o.Q.Shape[2]
@@ -113,20 +144,7 @@ func (l *streamState) attention(o *kernels.Attention, partOf *kernels.RoPEAttent
 		return nil
 	}
 	kvHeads := o.CacheK.Shape[2]
-	group := heads / kvHeads
-	size := 0
-	for size < len(headSizes) && headSizes[size] < d {
-		size++
-	}
-	switch {
-	case d%8 != 0 || size == len(headSizes):
-		return fmt.Errorf("cuda: %s: Q is %v, want a head size that is a multiple of 8, at most %d", o.Name(), o.Q, headSizes[len(headSizes)-1])
-	case group > maxGroup:
-		return fmt.Errorf("cuda: %s: Q is %v, want at most %d heads for each of CacheK's %d", o.Name(), o.Q, maxGroup, kvHeads)
-	case !aligned(&o.CacheK, &o.CacheV):
-		return fmt.Errorf("cuda: %s: CacheK is %v at %#x and CacheV %v at %#x, want addresses and strides that are multiples of 16 bytes",
-			o.Name(), o.CacheK, uint64(o.CacheK.Addr), o.CacheV, uint64(o.CacheV.Addr))
-	}
+	group, size := heads/kvHeads, headSizeIndex(d)
 	if l.b.promptsOnly(o) {
 		return l.prompt(o, 1)
 	}

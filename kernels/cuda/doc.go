@@ -43,8 +43,8 @@
 //     Options.Serial is set: one may start before the preceding one has ended, and then waits for
 //     it. Before this wait it reads only weights and index data (Rows of RoPE, Slots of
 //     AppendKV, both of RoPEAppendKV, SeqStarts, ContextLens and BlockTable of Attention, and those of
-//     RoPEAttention's parts).
-//     So no operation of a Backend may write those but Copy; copies may, and kernels launched
+//     RoPEAttention's parts), and with Attention.PastReady keys and values of earlier steps.
+//     So no operation of a Backend may write weights and index data but Copy; copies may, and kernels launched
 //     without Grid.Overlap, as Copy's is.
 //     A stream is used by one Backend of the process, from its first operation until Close
 //     (others get an error): the down projection of experts relies on the gate/up projection

@@ -237,7 +237,8 @@ func testExperts(r *rig) {
 		// Few tokens, of many experts, and with an uneven number of pieces of 64 elements.
 		{8, 1088, 128, 12, 8, 0},
 		{3, 128, 1216, 4, 2, 3},
-		{2, 64, 64, 600, 4, 570}, // more than a block has threads
+		{2, 64, 64, 600, 4, 570},  // more than a block has threads
+		{10, 64, 64, 200, 4, 180}, // more than a warp lists at once
 	}
 	if r.o.Full {
 		shapes = append(shapes,

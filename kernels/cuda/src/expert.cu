@@ -80,8 +80,8 @@ DEVICE int list_runs(const expert_args &a, run *runs, int across) {
 }
 
 // The same with half as many instructions, for kernels that have few tokens and many experts: one prefix sum over the lanes, each of
-// which has four of 128 experts, counts their tiles and, in its lowest byte, the experts with tokens. Wide and alone, the kernels
-// were 1 to 2 % slower with it.
+// which has four of 128 experts, counts their tiles and, in its lowest byte, the experts with tokens. The other kernels are
+// slower with it.
 DEVICE int list_few_runs(const expert_args &a, run *runs, int across) {
   constexpr int each = 4;
   int lane = threadIdx.x, tiles = 0, n = 0;

@@ -103,8 +103,8 @@ DEVICE void few_rows(const few_args &a, unsigned char *memory) {
   uint4 *ring = (uint4 *)memory + threadIdx.x;
   u64 policy = once ? read_once() : 0;
 
-  // next is this thread's first weight of what is loaded next. Loads have few instructions: a piece's take 930 cycles, and 830 since
-  // addresses are not computed anew for each.
+  // next is this thread's first weight of what is loaded next: to compute an address for each load takes more instructions than the
+  // multiplication. Behind the last row of W it is not dereferenced.
   int next_tile = pieces > 0 ? blockIdx.x : tiles, next_k = first, column = blockIdx.x * tile_columns + row;
   const u16 *next = (const u16 *)a.w + column * (i64)a.inner + first;
   i64 second = (gated ? a.columns : 8) * (i64)a.inner;  // to the other eight rows of a tile
