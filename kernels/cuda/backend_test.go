@@ -780,6 +780,13 @@ func TestRoPEAttentionChoice(t *testing.T) {
 	if err := b.Enqueue(s, one(keep)); err != nil || r.names() != "rope_append_kv_few attention_128_1" {
 		t.Errorf("other GPUs: %v, kernels %q", err, r.names())
 	}
+	r, b, s = list(t, Options{})
+	wide := one(func(r *kernels.RoPEAppendKV, a *kernels.Attention) {
+		*r, a.Out = *appending(2, 16, 4, 192), at(14, tensor(kernels.BF16, 2, 16, 192))
+	})
+	if err := b.Enqueue(s, wide); err == nil || !strings.Contains(err.Error(), "at most 128") || r.names() != "" {
+		t.Errorf("heads of 192: %v, kernels %q; want none", err, r.names())
+	}
 }
 
 // copying copies blocks on a limited number of thread blocks.
