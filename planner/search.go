@@ -201,12 +201,12 @@ func (e *LatencyError) Error() string {
 		strings.Join(bounds, " and a "), latency(r.TTFT()), latency(r.TPOT()), x.Batch, x.PrefillTokens, strings.ToUpper(x.Attention.String()), e.model.OffloadFraction(e.model.ExpertCount()-x.ResidentExperts), strings.Join(flags, " and "))
 }
 
-// latency prints seconds.
+// latency prints seconds with three digits; what rounds to 1,000 has the next unit.
 func latency(s float64) string {
 	switch {
-	case s < 1:
+	case s < 0.9995:
 		return fmt.Sprintf("%.3g ms", 1e3*s)
-	case s < 1000:
+	case s < 999.5:
 		return fmt.Sprintf("%.3g s", s)
 	}
 	return fmt.Sprintf("%.0f s", s)

@@ -281,3 +281,11 @@ func BenchmarkSearch(b *testing.B) {
 		})
 	}
 }
+
+func TestLatencyOfThreeDigits(t *testing.T) {
+	for s, want := range map[float64]string{0.9994: "999 ms", 0.9996: "1 s", 0.158: "158 ms", 999.4: "999 s", 999.6: "1000 s", 4567: "4567 s"} {
+		if got := latency(s); got != want {
+			t.Errorf("%v s: %q, want %q", s, got, want)
+		}
+	}
+}

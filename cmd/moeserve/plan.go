@@ -485,12 +485,12 @@ func printStep(t *table, name string, s *planner.Step) {
 	}
 }
 
-// took prints a time with three digits.
+// took prints a time with three digits; what rounds to 1,000 has the next unit.
 func took(s float64) string {
 	switch {
-	case s < 1e-3:
+	case s < 0.9995e-3:
 		return fmt.Sprintf("%.3g µs", s*1e6)
-	case s < 1:
+	case s < 0.9995:
 		return fmt.Sprintf("%.3g ms", s*1e3)
 	}
 	return fmt.Sprintf("%.2f s", s)

@@ -74,3 +74,11 @@ func TestParseLatency(t *testing.T) {
 		}
 	}
 }
+
+func TestTookHasThreeDigits(t *testing.T) {
+	for s, want := range map[float64]string{0.0009994: "999 µs", 0.0009996: "1 ms", 0.9994: "999 ms", 0.9996: "1.00 s", 9.86: "9.86 s"} {
+		if got := took(s); got != want {
+			t.Errorf("%v s: %q, want %q", s, got, want)
+		}
+	}
+}
