@@ -109,7 +109,7 @@ func TestTraceInPerfetto(t *testing.T) {
 		"expert_up":         {"step", "layer", "stage", "experts", "m", "n", "k", "TFLOP/s"},
 		"wait: expert-copy": {"step", "layer", "stage", "cause"},
 		"matmul":            {"step", "stage", "m", "n", "k", "TFLOP/s"},
-		"attention":         {"step", "layer", "stage"},
+		"rope_attention":    {"step", "layer", "stage"},
 		"prefill step":      {"step", "sequences", "prefill_tokens", "decode_tokens", "plan"},
 	} {
 		for _, arg := range want {

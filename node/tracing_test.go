@@ -64,7 +64,7 @@ func TestTrace(t *testing.T) {
 		}
 		found, args := map[string]int{}, map[string][]string{
 			"matmul": {"step", "stage", "m", "n", "k"}, "expert_up": {"step", "layer", "stage", "experts", "m", "n", "k"},
-			"attention": {"step", "layer"}, "fetch experts": {"step", "layer", "experts", "tier", "priority", "bytes"},
+			"rope_attention": {"step", "layer"}, "fetch experts": {"step", "layer", "experts", "tier", "priority", "bytes"},
 			"wait: expert-copy": {"step", "layer", "cause"},
 		}
 		names, ends, busy := map[int]string{}, map[int]float64{}, map[string]float64{}
