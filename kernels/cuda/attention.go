@@ -215,7 +215,8 @@ func (l *streamState) attention(o *kernels.Attention, partOf *kernels.RoPEAttent
 	return launch(l, o.Name(), name+1, g, &a)
 }
 
-// launchRoped launches the kernel of which attention_128_wide would have the grid and the arguments.
+// launchRoped launches attention with RoPE and the append before it, with the grid and the arguments that attention_128_wide
+// would have.
 func (l *streamState) launchRoped(o *kernels.RoPEAttention, g grid, a *attentionArgs) error {
 	r := &o.Append
 	k := ropeAttentionWide
