@@ -22,6 +22,8 @@ type clocked struct {
 	ended   time.Time
 }
 
+func (s *clocked) Discard(context.Context) error { return nil }
+
 func (s *clocked) Step(_ context.Context, step *pipeline.Step) (pipeline.Result, error) {
 	if !s.ended.IsZero() {
 		s.between += time.Since(s.ended)

@@ -24,6 +24,8 @@ type choosing struct {
 	vocab, steps int
 }
 
+func (c *choosing) Discard(context.Context) error { return nil }
+
 func (c *choosing) Step(_ context.Context, s *pipeline.Step) (pipeline.Result, error) {
 	if c.steps++; c.steps%7 == 3 {
 		return pipeline.Result{}, fmt.Errorf("%w: a copy", pipeline.ErrStepFailed)

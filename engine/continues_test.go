@@ -14,6 +14,8 @@ import (
 // spelling samples the tokens of a text.
 type spelling []int32
 
+func (s spelling) Discard(context.Context) error { return nil }
+
 func (s spelling) Step(_ context.Context, step *pipeline.Step) (pipeline.Result, error) {
 	var r pipeline.Result
 	for _, q := range step.Sequences {

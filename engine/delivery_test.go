@@ -19,6 +19,8 @@ import (
 // stepFunc runs a step; the tokens it draws are the sequences' places in the step.
 type stepFunc func(context.Context, *pipeline.Step) error
 
+func (f stepFunc) Discard(context.Context) error { return nil }
+
 func (f stepFunc) Step(ctx context.Context, step *pipeline.Step) (pipeline.Result, error) {
 	if err := f(ctx, step); err != nil {
 		return pipeline.Result{}, err

@@ -21,6 +21,9 @@ type Stepper interface {
 	// pipeline.ErrStepFailed the same one can run again, and after a *pipeline.SequenceError
 	// the same one without that sequence.
 	Step(ctx context.Context, s *pipeline.Step) (pipeline.Result, error)
+	// Discard waits for the end of a step that the latest one has enqueued ahead (pipeline.Result.Ahead), which no
+	// call of Step will follow.
+	Discard(ctx context.Context) error
 }
 
 // Lender lends memory of the KV cache that is worth more elsewhere, and takes it back.
@@ -244,6 +247,8 @@ type Engine struct {
 	batch batch
 	// stepEnded is when the step before ended, by the devices' clock; -1: the engine was idle since.
 	stepEnded time.Duration
+	// ahead: the device already computes the next token of the sequences that still run, of the latest step.
+	ahead bool
 	// updates are those that no job has received yet.
 	updates, spareUpdates []delivery
 	deliveryDone          chan struct{}
@@ -562,6 +567,9 @@ func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func
 	own, cancel := context.WithCancel(ctx)
 	defer func() {
 		cancel()
+		if err := e.discard(context.WithoutCancel(ctx)); err != nil {
+			e.o.Log.Warn("a step enqueued ahead failed, whose tokens were not needed", "err", err)
+		}
 		e.mu.Lock()
 		e.canceled = true // cancel itself sets it only later
 		e.mu.Unlock()
@@ -623,17 +631,27 @@ func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func
 
 // runStep admits new requests and runs one step, if there is anything to compute.
 func (e *Engine) runStep(ctx context.Context) (worked bool, err error) {
-	e.takeIn()
-	e.takeLoaded()
+	if e.ahead && e.sched.Running() == 0 {
+		if err := e.discard(ctx); err != nil {
+			return false, err
+		}
+	}
+	// A step that is under way already is of those that run: nobody joins it, and nobody gets their blocks.
+	if !e.ahead {
+		e.takeIn()
+		e.takeLoaded()
+	}
 	// What tiers have stored meanwhile comes before what the plan removes from the GPU: routers forget a
 	// block that they know in no medium.
 	e.publishEvents()
-	if e.hold() {
-		e.stepEnded = -1
-		return false, nil
-	}
-	if e.o.Lender != nil {
-		e.o.Lender.Turn(e.sched.Lacking(), e.sched.Running())
+	if !e.ahead {
+		if e.hold() {
+			e.stepEnded = -1
+			return false, nil
+		}
+		if e.o.Lender != nil {
+			e.o.Lender.Turn(e.sched.Lacking(), e.sched.Running())
+		}
 	}
 	plan := e.sched.Plan()
 	for _, id := range plan.Preempted {
@@ -739,6 +757,9 @@ func (e *Engine) identify(q *sequence, keys []kvcache.Key) {
 
 // abortAll ends all requests, with err or, where err is nil, as aborted.
 func (e *Engine) abortAll(err error) {
+	if err := e.discard(context.Background()); err != nil {
+		e.o.Log.Warn("a step enqueued ahead failed, whose tokens were not needed", "err", err)
+	}
 	e.mu.Lock()
 	e.stopped = true
 	e.mu.Unlock()
@@ -787,7 +808,9 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 		}()
 	}
 	start, began := e.o.Now(), e.o.Clock()
-	res, err := e.o.Pipeline.Step(ctx, &pipeline.Step{Sequences: e.batch.sequences, Copies: e.o.KV.Copies(), Meanwhile: e.meanwhile})
+	ahead, mayEnd := e.nextIsKnown()
+	res, err := e.o.Pipeline.Step(ctx, &pipeline.Step{Sequences: e.batch.sequences, Ahead: ahead, MayEnd: mayEnd, Copies: e.o.KV.Copies(), Meanwhile: e.meanwhile})
+	e.ahead = err == nil && res.Ahead
 	if len(before) > 0 {
 		<-e.deliveryDone
 	}

@@ -457,6 +457,8 @@ type replay struct {
 	cancel func()
 }
 
+func (r replay) Discard(context.Context) error { return nil }
+
 func (r replay) Step(ctx context.Context, s *pipeline.Step) (pipeline.Result, error) {
 	q := &s.Sequences[0]
 	at := q.Start + len(q.Tokens) - r.prompt

@@ -144,6 +144,50 @@ func TestGPUSameTwice(t *testing.T) {
 	}
 }
 
+// TestGPUAhead: decode steps that are enqueued before the tokens of the steps in front are known give the same tokens
+// as those of an engine that enqueues none, where sequences end by stop ids, by stop strings and by their limits.
+func TestGPUAhead(t *testing.T) {
+	for _, invariant := range []bool{false, true} {
+		resident := func(s *configs.Settings) { s.Offload.Fraction, s.Kernels.BatchInvariant = 0, invariant }
+		plain := openOnGPU(t, func(s *configs.Settings) {
+			resident(s)
+			s.Kernels.EnforceEager = true
+		})
+		n := openOnGPU(t, resident)
+		for _, together := range []int{1, 3, 8} {
+			var rs []engine.Request
+			for i := range together {
+				r := engine.Request{ID: fmt.Sprint(i), Prompt: prompt(i, 5+i, n.Info().Config.Vocab), Params: params(40 + 30*i)}
+				if r.Params.Seed = uint64(i); i%3 == 1 {
+					r.Params.Temperature = 1
+				}
+				if r.Params.IgnoreEOS = i%2 == 0; i == 5 {
+					r.Params.Stop = []string{"e"}
+				}
+				if i == 6 {
+					r.Params.StopIDs = []int32{7, 70, 170}
+				}
+				rs = append(rs, r)
+			}
+			want, err := plain.Engine().Generate(t.Context(), rs, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			before := n.Pipeline().Graphs()
+			got, err := n.Engine().Generate(t.Context(), rs, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			same(t, fmt.Sprintf("%d requests, batch-invariant: %v", together, invariant), got, want)
+			s := n.Pipeline().Graphs()
+			t.Logf("%d requests, batch-invariant: %v: %d graphs, %d ahead, %d of them discarded", together, invariant, s.Launched-before.Launched, s.Ahead-before.Ahead, s.Discarded-before.Discarded)
+			if s.Ahead-before.Ahead < 20 && *on == "cuda" {
+				t.Errorf("%d requests: %d steps were enqueued ahead", together, s.Ahead-before.Ahead)
+			}
+		}
+	}
+}
+
 // TestGPUPromptLogProbs holds the log-probabilities of prompts to the reference, as TestPromptLogProbs does,
 // as near as bfloat16 activations are. Where these make a router select other experts, log-probabilities differ by
 // more: on H200, at nine positions of phimoe's prompts, by up to 0.4.

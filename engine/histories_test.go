@@ -42,6 +42,9 @@ func TestHistories(t *testing.T) {
 		}
 		step := &failing{drawing: newDrawing(t, kv)}
 		step.errorf = rt.Fatalf
+		if rapid.Bool().Draw(rt, "ahead") {
+			step.ahead = rand.New(rand.NewPCG(rapid.Uint64().Draw(rt, "ahead seed"), 2))
+		}
 		o := engine.Options{
 			Pipeline: step, KV: kv, PrefixCaching: rapid.Bool().Draw(rt, "caching"), MaxModelLen: size * blocks, MaxNumSeqs: rapid.IntRange(1, 6).Draw(rt, "sequences"),
 			MaxNumBatchedTokens: rapid.IntRange(1, 30).Draw(rt, "step tokens"), LongAfter: longAfter, Vocab: 256,
@@ -81,6 +84,9 @@ func TestHistories(t *testing.T) {
 				n := rapid.IntRange(1, limit-1).Draw(rt, "prompt")
 				q := ask(rapid.IntRange(0, 2).Draw(rt, "begins like"), n, rapid.IntRange(1, limit-n).Draw(rt, "completion"))
 				q.Params.N, q.Params.Seed = rapid.SampledFrom([]int{1, 1, 2, 4}).Draw(rt, "samples"), uint64(len(all))
+				for id := rapid.SampledFrom([]int32{256, 256, 10, 3}).Draw(rt, "stops"); id < 256; id += 9 {
+					q.Params.StopIDs = append(q.Params.StopIDs, id)
+				}
 				if o.Scheduling.Order != scheduler.FCFS {
 					q.Priority = rapid.IntRange(-2, 2).Draw(rt, "priority")
 				}
@@ -139,6 +145,9 @@ func TestHistories(t *testing.T) {
 		turn()
 		if tiers != nil {
 			tiers.endAll()
+		}
+		if len(step.enqueued) > 0 {
+			rt.Fatal("a step ahead that nobody needs was not discarded")
 		}
 		if kv.Free() != kv.Blocks() {
 			rt.Fatalf("%d of %d blocks are free, %d held", kv.Free(), kv.Blocks(), kv.Held())

@@ -24,6 +24,9 @@ func drawn(q engine.Request, sample int) (tokens []int32) {
 		}
 		if hash = mix(hash, mix(hash, uint64(token)+1)); p >= len(q.Prompt)-1 {
 			tokens = append(tokens, rand.New(rand.NewPCG(q.Params.Seed<<8+uint64(sample), hash)).Int32N(250)+3)
+			if slices.Contains(q.Params.StopIDs, tokens[len(tokens)-1]) {
+				break
+			}
 		}
 	}
 	return tokens

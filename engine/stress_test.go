@@ -37,6 +37,18 @@ type drawing struct {
 	end    func() error
 	kv     *kvcache.Manager
 	memory []word
+	// ahead, if set, says whether to compute the step behind a step that allows it at once. enqueued is that step.
+	// What it writes to the blocks that it found is there at once, and is written again until the engine has asked for it.
+	ahead    *rand.Rand
+	enqueued []aheadWrite
+}
+
+// aheadWrite is one sequence of a step ahead: its word, for a place in memory, and the token that it draws.
+type aheadWrite struct {
+	q      pipeline.Sequence
+	at     int
+	word   word
+	sample int32
 }
 
 // word is what the memory of the KV blocks has of one token.
@@ -75,6 +87,70 @@ func (d *drawing) attend(q *pipeline.Sequence) (hash uint64) {
 const longAfter = 40
 
 func (d *drawing) Step(ctx context.Context, s *pipeline.Step) (pipeline.Result, error) {
+	r, ok := d.collect(s)
+	if !ok {
+		var err error
+		if r, err = d.step(ctx, s); err != nil {
+			return r, err
+		}
+	}
+	d.computeAhead(s, &r)
+	if s.Meanwhile != nil && d.ahead != nil {
+		s.Meanwhile()
+	}
+	return r, ctx.Err()
+}
+
+// collect returns the result of a step that is enqueued, if s is of it. Else that is discarded.
+func (d *drawing) collect(s *pipeline.Step) (r pipeline.Result, ok bool) {
+	enqueued := d.enqueued
+	_ = d.Discard(context.Background())
+	at := 0
+	for i := range s.Sequences {
+		q := &s.Sequences[i]
+		for at < len(enqueued) && enqueued[at].q.Table != q.Table {
+			at++
+		}
+		if at == len(enqueued) || q.Start != enqueued[at].q.Start || !slices.Equal(q.Tokens, enqueued[at].q.Tokens) || q.Long != enqueued[at].q.Long {
+			return r, false
+		}
+		r.Sampled = append(r.Sampled, enqueued[at].sample)
+		at++
+	}
+	return r, true
+}
+
+// Discard implements engine.Stepper.
+func (d *drawing) Discard(context.Context) error {
+	for _, w := range d.enqueued {
+		d.memory[w.at] = w.word
+	}
+	d.enqueued = nil
+	return nil
+}
+
+// computeAhead computes the step behind s, if it may, and some of the time.
+func (d *drawing) computeAhead(s *pipeline.Step, r *pipeline.Result) {
+	if d.ahead == nil || !s.Ahead || d.ahead.IntN(4) == 0 {
+		return
+	}
+	size := d.kv.BlockTokens()
+	for i := range s.Sequences {
+		q := s.Sequences[i]
+		q.Start, q.Tokens = q.Start+1, []int32{r.Sampled[i]}
+		hash, blocks := d.attend(&q), q.Table.Blocks()
+		at := int(blocks[q.Start/size])*size + q.Start%size
+		d.enqueued = append(d.enqueued, aheadWrite{q, at, d.memory[at], d.draw(&q, hash)})
+	}
+	r.Ahead = true
+}
+
+// draw is the token that a sequence samples.
+func (d *drawing) draw(q *pipeline.Sequence, hash uint64) int32 {
+	return rand.New(rand.NewPCG(q.SamplingParams.Seed<<8+uint64(q.SamplingParams.Sample), hash)).Int32N(250) + 3
+}
+
+func (d *drawing) step(ctx context.Context, s *pipeline.Step) (pipeline.Result, error) {
 	if d.random != nil {
 		defer d.count.step()
 		for range d.random.IntN(20) {
@@ -104,7 +180,7 @@ func (d *drawing) Step(ctx context.Context, s *pipeline.Step) (pipeline.Result, 
 		if q.LogitRows == 0 {
 			continue
 		}
-		id := rand.New(rand.NewPCG(q.SamplingParams.Seed<<8+uint64(q.SamplingParams.Sample), hash)).Int32N(250) + 3
+		id := d.draw(q, hash)
 		r.Sampled = append(r.Sampled, id)
 		r.LogProbs = append(r.LogProbs, pipeline.LogProb{Sampled: -float32(id), TopIDs: []int32{id, id + 1}, Top: []float32{-1, -float32(at)}})
 	}

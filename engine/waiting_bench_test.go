@@ -15,6 +15,8 @@ import (
 // idleStepper runs steps that compute nothing: what is left is the engine's own time.
 type idleStepper struct{ sampled []int32 }
 
+func (s *idleStepper) Discard(context.Context) error { return nil }
+
 func (s *idleStepper) Step(_ context.Context, step *pipeline.Step) (pipeline.Result, error) {
 	s.sampled = s.sampled[:0]
 	for i := range step.Sequences {

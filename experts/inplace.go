@@ -46,8 +46,9 @@ type inPlace struct {
 	from []Tier
 	// uses are the layers.
 	uses []Use
-	// running: a step in place has not ended; uncounted: the uses of the latest one are not counted yet.
-	running, uncounted bool
+	// running: a step in place has not ended. uncounted is of how many passes of it the uses are not counted yet.
+	running   bool
+	uncounted int
 }
 
 // ErrNotInPlace: kernels cannot read experts in host memory in place.
@@ -145,6 +146,21 @@ func (st Step) ReadInPlace() (Step, error) {
 	return Step{s: s, number: st.number, inPlace: true}, nil
 }
 
+// ContinueInPlace reports whether what a step in place reads may be read once more within it, by the same tables, since
+// nothing has moved or waits for the step's end. The host counts that pass, too (AddRoutedTokens).
+func (st Step) ContinueInPlace() bool {
+	s := st.s
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	x := s.inPlace
+	if !st.inPlace || st.checkRunning() != nil || !x.valid || x.cacheVersion != s.fetch.changes || s.fetch.failure() != nil ||
+		s.fetch.peerBackoff > 0 || len(s.places.swaps)+len(s.places.lent) > 0 || !s.fetch.peers.ContinueStep(x.peerVersion) {
+		return false
+	}
+	x.uncounted++
+	return true
+}
+
 func (s *steps) beginInPlace() error {
 	x := s.inPlace
 	switch {
@@ -156,7 +172,7 @@ func (s *steps) beginInPlace() error {
 		return errors.New("the step has opened a layer, or reads in place already")
 	}
 	version := s.fetch.peers.BeginStep()
-	x.running, x.uncounted = true, true
+	x.running, x.uncounted = true, 1
 	usesPeers := s.fetch.peerBackoff == 0
 	if x.valid && x.peerVersion == version && x.cacheVersion == s.fetch.changes && x.usesPeers == usesPeers {
 		return nil

@@ -213,14 +213,14 @@ func (s *Store) copyOf(of [][]int64) [][]int64 {
 func (s *Store) AddRoutedTokens(counts []int64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	count := s.inPlace.uncounted
+	count := s.inPlace.uncounted > 0
 	for i, number := range s.plan.Layers {
 		if count {
 			s.steps.countInPlace(i, counts[number*s.plan.Experts:][:s.plan.Experts])
 		}
 		copy(s.counts.routedTokens[i], counts[number*s.plan.Experts:])
 	}
-	s.inPlace.uncounted = false
+	s.inPlace.uncounted = max(0, s.inPlace.uncounted-1)
 }
 
 // Placed is where an expert lives between steps.

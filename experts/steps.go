@@ -451,7 +451,7 @@ func (s *steps) reset(ctx context.Context) error {
 		s.fetch.peerBackoff = max(s.fetch.peerBackoff, 1) // the peers' memory may have been the cause
 	}
 	s.endInPlace()
-	s.inPlace.valid, s.inPlace.uncounted = false, false
+	s.inPlace.valid, s.inPlace.uncounted = false, 0
 	s.open = -1
 	cause := s.fetch.err
 	if lost := s.fetch.reset(); cause != nil {

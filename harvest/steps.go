@@ -61,6 +61,13 @@ func (s *StepReader) Begin() (version uint64) {
 	return s.refused.Load()
 }
 
+// Continue reports whether the version that Begin returned still holds, so that within this step the same handles may be read
+// once more, from now on until End. A handle that is refused later is drained only then.
+func (s *StepReader) Continue(version uint64) bool {
+	s.since.Store(s.clock.at.Load())
+	return s.refused.Load() == version
+}
+
 // End ends the step: nothing of it reads any more, and the host knows.
 func (s *StepReader) End() {
 	if s.step.Add(1)%2 == 1 {

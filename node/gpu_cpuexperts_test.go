@@ -158,7 +158,7 @@ func decodeCPUExperts(t *testing.T, n *node.Node, batch int, fraction float64, c
 	for i := range b.sequences {
 		prompt[i] = int32(31*i + 7)
 	}
-	b.step(b.sequences, io.Discard)
+	b.step(b.sequences, io.Discard, false)
 	for i := range b.sequences {
 		b.sequences[i].Tokens = prompt[i : i+1] // not what was sampled: the same for all choices
 	}

@@ -33,6 +33,7 @@ var (
 	cut       = flag.Int("layers", 0, "layers that TestGPUPresets cuts presets to; 0: none")
 	hostGiB   = flag.Float64("host-gib", 0, "memory of the host, where the system does not say all it has")
 	eager     = flag.Bool("eager", false, "TestGPUPresets enqueues every kernel by itself, without graphs")
+	ahead     = flag.Bool("ahead", true, "TestGPUPresets has decode steps be enqueued before the tokens of the step in front are known, as the engine has")
 	stepsFile = flag.String("steps", "", "file to which TestGPUPresets appends its times, a JSON object a line")
 )
 
@@ -202,7 +203,7 @@ func runPreset(t *testing.T, name string, fraction float64, tier configs.Tier, a
 		for from := 0; from < batch; from += per {
 			some := b.sequences[from:min(from+per, batch)]
 			used() // of the last step alone
-			x.Seconds += b.step(some, h).Seconds()
+			x.Seconds += b.step(some, h, false).Seconds()
 			x.Roofline += rooflineSeconds(c, len(some)*presetPrompt, len(some), presetPrompt, fraction, rate)
 		}
 		x.ExpertsUsed = used()
@@ -214,16 +215,18 @@ func runPreset(t *testing.T, name string, fraction float64, tier configs.Tier, a
 		stalls := n.Pipeline().Stalls()
 		steps, graphs, by := decodes(batch), n.Pipeline().Graphs(), n.Pipeline().StepsByAccess()
 		for i := range steps {
-			used() // of the last step alone
-			if d := b.step(b.sequences, h); i >= presetFirst {
+			if i == steps-1 {
+				used() // of the last step alone, in front of which none is enqueued ahead
+			}
+			if d := b.step(b.sequences, h, i < steps-2); i >= presetFirst {
 				took = append(took, d)
 			}
 		}
 		slices.Sort(took)
 		x.Seconds = took[len(took)/2].Seconds()
 		now := n.Pipeline().Graphs()
-		t.Logf("fraction %v in %s, %d sequences: %d of %d steps were graphs, of which %d were captured in %v",
-			fraction, tier, batch, now.Launched-graphs.Launched, steps, now.Captured-graphs.Captured, now.CaptureTime-graphs.CaptureTime)
+		t.Logf("fraction %v in %s, %d sequences: %d of %d steps were graphs, %d of them enqueued ahead; %d were captured in %v",
+			fraction, tier, batch, now.Launched-graphs.Launched, steps, now.Ahead-graphs.Ahead, now.Captured-graphs.Captured, now.CaptureTime-graphs.CaptureTime)
 		logTraffic(t, fmt.Sprintf("fraction %v in %s, %d sequences", fraction, tier, batch), before, n.Observe().Experts(), time.Since(began))
 		for cause, s := range n.Pipeline().Stalls().ByName() {
 			if s -= stalls.ByName()[cause]; s > 0 {
@@ -277,6 +280,9 @@ type presetBatch struct {
 	t         *testing.T
 	n         *node.Node
 	sequences []pipeline.Sequence
+	// ended is when the latest step did, ahead whether the next one was enqueued then.
+	ended time.Time
+	ahead bool
 }
 
 func newPresetBatch(t *testing.T, n *node.Node, batch int) *presetBatch {
@@ -291,23 +297,34 @@ func newPresetBatch(t *testing.T, n *node.Node, batch int) *presetBatch {
 	return b
 }
 
-// step runs one step of some of the sequences and appends what is drawn to them.
-func (b *presetBatch) step(some []pipeline.Sequence, h io.Writer) time.Duration {
+// step runs one step of some of the sequences and appends what is drawn to them. goesOn: the next one is of the same,
+// and may be enqueued ahead, as the engine allows it. A step that was takes from the end of the one before.
+func (b *presetBatch) step(some []pipeline.Sequence, h io.Writer, goesOn bool) time.Duration {
 	b.t.Helper()
+	goesOn = goesOn && *ahead
 	for i := range some {
 		q := &some[i]
-		if !q.Table.Reserve(q.Start + len(q.Tokens)) {
+		tokens := q.Start + len(q.Tokens)
+		if goesOn {
+			tokens++
+		}
+		if !q.Table.Reserve(tokens) {
 			b.t.Fatal("too few KV blocks")
 		}
 	}
 	ctx, cancel := context.WithTimeout(b.t.Context(), time.Minute)
 	defer cancel()
 	start := time.Now()
-	res, err := b.n.Pipeline().Step(ctx, &pipeline.Step{Sequences: some})
-	took := time.Since(start)
+	if b.ahead {
+		start = b.ended
+	}
+	res, err := b.n.Pipeline().Step(ctx, &pipeline.Step{Sequences: some, Ahead: goesOn})
+	b.ended = time.Now()
+	took := b.ended.Sub(start)
 	if err != nil {
 		b.t.Fatal(err)
 	}
+	b.ahead = res.Ahead
 	for i := range some {
 		q := &some[i]
 		q.Start += len(q.Tokens)

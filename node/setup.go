@@ -115,7 +115,8 @@ func newSetup(o *Options, model *checkpoint.Model) (_ *setup, err error) {
 	}
 	u.footprint, err = sizing.New(sizing.Options{
 		Config: model.Config, Layout: u.layout, Types: u.devices.Backend, MaxModelLen: s.KV.MaxModelLen, BlockTokens: s.KV.BlockSize, CacheLayers: o.CacheLayers,
-		Dynamic: s.Offload.DynamicResidency, InPlace: u.readsInPlace(), HostLogits: o.HostLogits, Clears: len(u.peers) > 0, Kernels: usage.Allocated + u.kernel.TableBytes(0),
+		Dynamic: s.Offload.DynamicResidency, InPlace: u.readsInPlace(), HostLogits: o.HostLogits,
+		Graphs: !s.Kernels.EnforceEager && !u.devices.Machine.Capabilities().Emulated, Clears: len(u.peers) > 0, Kernels: usage.Allocated + u.kernel.TableBytes(0),
 		ClearsAlways: len(u.kvPeers)+len(u.paths.relays) > 0, HostKV: hostKV,
 	})
 	u.full = u.footprint
@@ -470,9 +471,7 @@ func (u *setup) steps() pipeline.Options {
 	p := u.footprint.Steps(u.needs.Limits, u.settings.Batch)
 	p.Machine, p.Log = u.devices.Machine, u.o.Log
 	p.ExpertAccess, p.AccessModel = u.settings.Batch.ExpertAccess, u.accessModel()
-	if u.settings.Kernels.EnforceEager {
-		p.Graphs = -1
-	}
+	p.BatchInvariant = u.settings.Kernels.BatchInvariant
 	if p.HostAttention != nil {
 		p.HostAttention = u.devices.OnCPU()
 	}

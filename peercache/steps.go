@@ -14,6 +14,15 @@ func (c *Cache[K]) BeginStep() (version uint64) {
 	return version + c.landings.Load() // both only grow
 }
 
+// ContinueStep reports whether the copies still have the version that BeginStep returned. If so, the step may read them once
+// more, until EndStep.
+func (c *Cache[K]) ContinueStep(version uint64) bool {
+	if c == nil {
+		return version == 0
+	}
+	return c.steps.Continue(version - c.landings.Load())
+}
+
 // EndStep ends the step: nothing of it reads any more, and the host knows.
 func (c *Cache[K]) EndStep() {
 	if c != nil {

@@ -46,6 +46,9 @@ func TestSteps(t *testing.T) {
 	r.ok(c.Wait(t.Context()))
 	step("landed", true, true, true)
 	step("nothing happened", false, true, true)
+	if !c.ContinueStep(version) || c.ContinueStep(version+1) {
+		t.Error("nothing happened, and the step cannot go on")
+	}
 	used := func() (n int64) {
 		for _, p := range r.harvest.State().Peers {
 			n += p.Used
@@ -57,7 +60,18 @@ func TestSteps(t *testing.T) {
 	if now := used(); now != before || c.Readable(r.keys[0]) != nil {
 		t.Errorf("dropped within a step: %d bytes are used, %d before", now, before)
 	}
+	if c.ContinueStep(version) {
+		t.Error("a copy was dropped, and the step goes on")
+	}
 	step("dropped", true, false, true)
+	put(0)
+	r.ok(c.Wait(t.Context()))
+	if c.ContinueStep(version) {
+		t.Error("a copy has landed, and the step goes on")
+	}
+	step("landed again", true, true, true)
+	r.ok(c.Drop(r.keys[0]))
+	step("dropped again", true, false, true)
 	_, err := r.harvest.Tick(r.m.Now())
 	r.ok(err)
 	if now := used(); now != before-objectBytes {
@@ -78,7 +92,7 @@ func TestSteps(t *testing.T) {
 	c.EndStep()
 
 	var none *Cache[string]
-	if none.BeginStep() != 0 || none.Readable("x") != nil || none.Len() != 0 {
+	if none.BeginStep() != 0 || !none.ContinueStep(0) || none.Readable("x") != nil || none.Len() != 0 {
 		t.Error("a cache without peers has copies")
 	}
 	none.EndStep()

@@ -267,6 +267,30 @@ func (c *accessChooser) measured(tokens int, peers float64, ways [accesses]bool)
 	return best
 }
 
+// again reports whether the next step, if it has as many tokens as the present one, is to read in place as that does,
+// which choose is not asked for then: where that was chosen some times in a row, and no other way is about to be measured. holds is for
+// how long peers' memory may be held by then.
+func (c *accessChooser) again(tokens int, holds time.Duration) bool {
+	switch {
+	case c.chosen != inPlace || c.tokens != tokens || c.repeated < probeSkip+minSamples:
+		return false
+	case c.model.MaxHold > 0 && holds > c.model.MaxHold:
+		return false
+	case c.setting != configs.AutoAccess:
+		return true
+	}
+	t := &c.sizes[tokens]
+	return t.probing == 0 && t.since+1 < probeInterval
+}
+
+// repeat is choose for a step of which again was true.
+func (c *accessChooser) repeat() {
+	c.repeated++
+	if c.setting == configs.AutoAccess {
+		c.sizes[c.tokens].since++
+	}
+}
+
 // best is the way that takes least: of those measured, where byCopy and another one are, otherwise by the model.
 func (t *accessTimes) best(ways [accesses]bool) access {
 	known := ways

@@ -426,3 +426,34 @@ func TestAccessPredictsCPU(t *testing.T) {
 		t.Errorf("predicted %v with the CPU, %v if it starts late, %v without", with, late, without)
 	}
 }
+
+// TestAccessAgain: a step is known to be in place without a choice only behind some that were chosen so, while none is
+// measured, and where peers' memory is not held for too long.
+func TestAccessAgain(t *testing.T) {
+	for _, set := range []configs.ExpertAccess{configs.AutoAccess, configs.DirectAccess} {
+		c := accessChooser{setting: set, possible: true, limit: MaxInPlaceTokens, model: accessModel(0.5, 1)}
+		c.model.MaxHold = 20 * time.Millisecond
+		chosen, known := 0, 0
+		for i := range 2 * probeInterval {
+			if c.again(4, 10*time.Millisecond) {
+				known++
+				c.repeat()
+			} else if chosen++; c.choose(4, true, 0) != inPlace && set == configs.DirectAccess {
+				t.Fatalf("step %d is not in place", i)
+			}
+			if c.again(3, 0) || c.again(4, 21*time.Millisecond) {
+				t.Fatalf("%v: step %d of other tokens, or that holds memory for too long, is known to be in place", set, i)
+			}
+			took := 10 * time.Millisecond
+			if c.chosen == byCopy {
+				took = 12 * time.Millisecond
+			}
+			c.took(took, 4)
+		}
+		probes := c.steps[byCopy].Load()
+		t.Logf("%v: %d steps chosen, %d known to be in place, %d copied", set, chosen, known, probes)
+		if set == configs.AutoAccess && (probes < 2*probeSteps || probes > 3*probeSteps) || chosen > 60 {
+			t.Errorf("%v: %d steps were chosen, %d copied", set, chosen, probes)
+		}
+	}
+}

@@ -69,18 +69,22 @@ func TestNoAllocations(t *testing.T) {
 	for _, c := range []struct {
 		o        Options
 		fraction float64
+		ahead    bool
 	}{
-		{Options{Graphs: 16}, 0},
-		{Options{MicroBatches: 2}, 0},
-		{Options{SmallBatchTokens: -1}, 0.5},
-		{Options{SmallBatchTokens: 64}, 0.5},
-		{Options{ExpertAccess: configs.DirectAccess, Graphs: 16}, 0.5},
-		{Options{ExpertAccess: configs.DirectAccess, MicroBatches: 2}, 1},
-		{Options{SmallBatchTokens: 64, CPUExperts: host, CPUShare: cpuShare(1)}, 0.5},
-		{Options{Grouping: configs.PerMicroBatch, MicroBatches: 2, SmallBatchTokens: -1}, 1},
+		{Options{Graphs: 16}, 0, false},
+		{Options{Graphs: 16}, 0, true},
+		{Options{MicroBatches: 2}, 0, false},
+		{Options{SmallBatchTokens: -1}, 0.5, false},
+		{Options{SmallBatchTokens: 64}, 0.5, false},
+		{Options{ExpertAccess: configs.DirectAccess, Graphs: 16}, 0.5, false},
+		{Options{ExpertAccess: configs.DirectAccess, Graphs: 16}, 0.5, true},
+		{Options{ExpertAccess: configs.DirectAccess, MicroBatches: 2}, 1, false},
+		{Options{SmallBatchTokens: 64, CPUExperts: host, CPUShare: cpuShare(1)}, 0.5, false},
+		{Options{Grouping: configs.PerMicroBatch, MicroBatches: 2, SmallBatchTokens: -1}, 1, false},
 	} {
 		const from, steps = 5, 50
 		r := newRig(t, "mixtral", c.fraction, emulated.Options{}, c.o)
+		r.ahead = c.ahead
 		step := r.decoding(5)
 		for at := range from + 2*steps {
 			step(at)
@@ -103,7 +107,7 @@ func TestNoAllocations(t *testing.T) {
 				t.Errorf("%d graphs, %v, %d small batch tokens: %d allocations in %d steps by %s", c.o.Graphs, c.fraction, c.o.SmallBatchTokens, n, steps, line)
 			}
 		}
-		if s := r.p.Graphs(); (s.Launched > 0) != (c.o.Graphs > 0) {
+		if s := r.p.Graphs(); (s.Launched > 0) != (c.o.Graphs > 0) || (s.Ahead > 3*steps) != c.ahead {
 			t.Errorf("%d graphs: %+v", c.o.Graphs, s)
 		}
 	}
@@ -113,12 +117,13 @@ func TestNoAllocations(t *testing.T) {
 func (r *rig) decoding(n int) func(at int) {
 	step := &Step{}
 	for i := range n {
-		q := Sequence{Tokens: []int32{int32(i)}, Table: r.kv.NewTable(), LogitRows: 1, SamplingParams: SamplingParams{Seed: uint64(i), LogProbs: i == 1}}
+		q := Sequence{Tokens: []int32{int32(i)}, Table: r.kv.NewTable(), LogitRows: 1, SamplingParams: SamplingParams{Seed: uint64(i), LogProbs: i == 1 && !r.ahead}}
 		reserve(r, q.Table, 128)
 		r.Cleanup(func() { q.Table.Release(false) })
 		step.Sequences = append(step.Sequences, q)
 	}
 	return func(at int) {
+		step.Ahead = r.ahead
 		for i := range step.Sequences {
 			step.Sequences[i].Start = at
 		}

@@ -26,7 +26,8 @@
 // CGOPipe is the order of MoE-Lightning, for comparison. docs/design/pipeline.md has diagrams.
 //
 // Where all experts are resident or read in place, repeated decode steps are captured and launched as CUDA
-// graphs, with the same results: see docs/design/pipeline.md.
+// graphs, with the same results: see docs/design/pipeline.md. Such a step may be enqueued
+// before the tokens of the step in front are known (Step.Ahead).
 //
 // A step may wait for points before it reads the KV cache, and signal others once it has
 // succeeded, so that KV blocks can be loaded and stored by other streams.

@@ -60,6 +60,9 @@ type GraphStats struct {
 	CaptureTime time.Duration
 	// Failed is 1 once a capture has failed; no further capture is tried.
 	Failed int64
+	// Ahead counts those of Launched that were enqueued before the tokens of the step in front were known
+	// (Step.Ahead), Discarded those of them whose results nobody wanted.
+	Ahead, Discarded int64
 }
 
 // Graphs returns the counts since New. It may be called from any goroutine.
@@ -67,7 +70,7 @@ func (p *Pipeline) Graphs() GraphStats {
 	g := &p.graphs
 	return GraphStats{
 		Captured: g.captured.Load(), Launched: g.launched.Load(), Kept: g.numKept.Load(), Failed: g.failed.Load(),
-		CaptureTime: time.Duration(g.captureTime.Load()),
+		CaptureTime: time.Duration(g.captureTime.Load()), Ahead: p.ahead.launched.Load(), Discarded: p.ahead.discarded.Load(),
 	}
 }
 
@@ -100,14 +103,31 @@ func (g *graphs) find(b *batcher, p *plan) (_ device.Graph, capture bool) {
 	for i := range b.used() {
 		g.current = append(g.current, b.all[i].batch)
 	}
-	for i := range g.kept {
-		if h := g.kept[i]; h.masked == g.masked && slices.Equal(h.batches, g.current) {
-			copy(g.kept[i:], g.kept[i+1:])
-			g.kept[len(g.kept)-1] = h
-			return h.graph, false
-		}
+	if graph := g.use(g.current, g.masked); graph != nil {
+		return graph, false
 	}
 	return nil, !g.disabled && g.masked == g.previousMasked && slices.Equal(g.current, g.previous)
+}
+
+// keptFor is find for a step ahead of one micro-batch, which is not captured.
+func (g *graphs) keptFor(b *batcher, p *plan) device.Graph {
+	if !p.graph {
+		return nil
+	}
+	one := [1]forward.Batch{b.all[0].batch}
+	return g.use(one[:], false)
+}
+
+// use returns the graph of a step, nil: there is none. It is the latest used then.
+func (g *graphs) use(batches []forward.Batch, masked bool) device.Graph {
+	for i := range g.kept {
+		if h := g.kept[i]; h.masked == masked && slices.Equal(h.batches, batches) {
+			copy(g.kept[i:], g.kept[i+1:])
+			g.kept[len(g.kept)-1] = h
+			return h.graph
+		}
+	}
+	return nil
 }
 
 // launch enqueues a graph.

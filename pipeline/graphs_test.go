@@ -160,7 +160,11 @@ func (r *rig) generate(seed uint64, steps int, retry func(error) bool) string {
 			if random.IntN(4) == 0 { // near a border of rounded contexts
 				q.Tokens = slices.Repeat(q.Tokens, 62)[:55+random.IntN(8)]
 			}
-			switch d := &q.SamplingParams; random.IntN(7) {
+			kind := random.IntN(7)
+			if r.noLogits && kind > 2 && random.IntN(5) > 0 {
+				kind = 6
+			}
+			switch d := &q.SamplingParams; kind {
 			case 0:
 				d.Temperature = 1.1
 			case 1:
@@ -177,7 +181,7 @@ func (r *rig) generate(seed uint64, steps int, retry func(error) bool) string {
 			running = append(running, q)
 		}
 		// Sometimes only some of the sequences run.
-		step := &Step{Logits: random.IntN(2) == 0}
+		step := &Step{Logits: random.IntN(2) == 0 && !r.noLogits}
 		tokens, from := 0, 0
 		if random.IntN(15) == 0 {
 			from = random.IntN(len(running))
@@ -187,7 +191,12 @@ func (r *rig) generate(seed uint64, steps int, retry func(error) bool) string {
 				break
 			}
 			step.Sequences = append(step.Sequences, running[i])
-			reserve(r, running[i].Table, running[i].Start+len(running[i].Tokens))
+			reserve(r, running[i].Table, min(running[i].Start+len(running[i].Tokens)+1, r.p.o.Limits.MaxModelLen))
+		}
+		if step.Ahead = r.ahead; step.Ahead && n%20 == 0 {
+			if err := r.p.Discard(r.Context()); err != nil && (retry == nil || !retry(err)) {
+				r.Fatal(err)
+			}
 		}
 		res, err := r.p.Step(r.Context(), step)
 		for err != nil && retry != nil && retry(err) {

@@ -68,6 +68,8 @@ type Options struct {
 	// HostLogits allocates pinned memory for the logits of a step, for Step.Logits. Default:
 	// off.
 	HostLogits bool
+	// BatchInvariant: what kernels compute for a sequence does not depend on the others of its step.
+	BatchInvariant bool
 	// Graphs is the maximum number of decode steps kept as CUDA graphs, where streams are
 	// device.Capturers, of steps whose experts are all resident or read in place; negative: none. Default: 16.
 	Graphs int
@@ -163,6 +165,16 @@ func (o Options) GroupLimits(l forward.Limits) forward.Limits {
 func (o Options) StepMetadataBytes(c *models.Config, l forward.Limits) int64 {
 	batches := o.microBatching().maxBatches(l.MaxTokens)
 	return forward.StepUploadBytes(l, batches) + forward.MaskUploadBytes(c, l, batches)
+}
+
+// AheadBytes returns the bytes of pinned memory for metadata and results of steps that are enqueued ahead (Step.Ahead),
+// beside those of others.
+func (o Options) AheadBytes(c *models.Config, l forward.Limits) int64 {
+	if o.HostAttention != nil || o.Groups() > 1 || o.Graphs < 0 {
+		return 0
+	}
+	metadata, results, _ := aheadBytes(c, aheadLimits(l))
+	return 2 * (device.Align(metadata) + results)
 }
 
 // ResultBytes returns the bytes of pinned memory for the results of a step of limits l.

@@ -69,6 +69,14 @@ type Step struct {
 	Sequences []Sequence
 	// Logits requests the logits; it needs Options.HostLogits.
 	Logits bool
+	// Ahead allows the pipeline to enqueue the next step before the tokens of this one are known, of the same
+	// sequences with one token more each, so that the device does not wait for the host. Their tables have blocks for
+	// that token. Where Result.Ahead says that it has done so, the caller calls next either Step, with those of the sequences
+	// that go on, in the same order and with the same SamplingParams, or Discard. Before that it gives no block of
+	// theirs to anybody, except in order of the compute stream. A step that is not as was expected only takes longer.
+	Ahead bool
+	// MayEnd is how many of the sequences the sampled tokens may end, and so take out of the next step.
+	MayEnd int
 	// Copies of blocks within the KV cache are made, in this order, before the step reads or
 	// writes any other. A step that is run again makes them again.
 	Copies []kvcache.Copy
@@ -100,6 +108,8 @@ type Result struct {
 	LogProbs []LogProb
 	// Targets are one per target.
 	Targets []LogProb
+	// Ahead: the next step is enqueued, see Step.Ahead.
+	Ahead bool
 }
 
 // LogProb holds log-probabilities of one logit row or target, by the model's logits before penalties,
@@ -138,6 +148,7 @@ type Pipeline struct {
 	cpu          *cpuExperts
 	enqueuer     enqueuer
 	graphs       graphs
+	ahead        ahead
 	meter        meter
 	launchPolicy launchPolicy
 	tracer       *tracer
@@ -178,6 +189,11 @@ func (p *Pipeline) open() (err error) {
 	if o.Graphs > 0 && o.HostAttention == nil && (p.access.possible || !p.plans.anyOffloaded()) { // a graph neither waits nor fetches
 		p.graphs.enable(p.compute, o.Graphs)
 		p.batches.roundContexts = p.graphs.stream != nil
+	}
+	if p.graphs.stream != nil && o.Groups() == 1 {
+		if err := p.ahead.open(o); err != nil {
+			return err
+		}
 	}
 	executors := make([]executor, len(o.Executors))
 	for i, x := range o.Executors {
@@ -261,11 +277,21 @@ func (p *Pipeline) Step(ctx context.Context, s *Step) (Result, error) {
 	if s.Logits && !p.o.HostLogits {
 		return Result{}, errors.New("pipeline: Step.Logits needs Options.HostLogits")
 	}
+	if x := p.ahead.enqueued; x != nil {
+		var expected bool
+		// By the fastest kernels, the results of a sequence depend on how many there are in the step.
+		if p.ahead.rows, expected = x.rowsOf(s, p.ahead.rows[:0]); expected && (p.o.BatchInvariant || len(p.ahead.rows) == len(x.sequences)) {
+			return p.collect(ctx, s, p.ahead.rows)
+		}
+		if err := p.Discard(ctx); err != nil {
+			return Result{}, err
+		}
+	}
 	tokens, err := p.batches.validate(s)
 	if err != nil {
 		return Result{}, err
 	}
-	plan := p.planFor(tokens)
+	plan, start := p.planFor(tokens), p.o.Machine.Now()
 	if err := p.batches.split(s, tokens, &plan.shape); err != nil {
 		return Result{}, err
 	}
@@ -276,15 +302,33 @@ func (p *Pipeline) Step(ctx context.Context, s *Step) (Result, error) {
 		err = p.enqueue(ctx, plan, s)
 	}
 	if err == nil {
+		err = p.enqueueAhead(ctx, s)
+	}
+	if err == nil {
 		if s.Meanwhile != nil {
 			s.Meanwhile()
 		}
-		err = p.end(ctx)
+		err = p.end(ctx, p.done)
+	}
+	if err == nil {
+		err = signal(s.Done)
 	}
 	if err != nil {
 		return Result{}, p.recover(ctx, err)
 	}
-	return p.complete(s)
+	res := p.complete(s)
+	p.ahead.end(p.o.Machine.Now(), start, res.Sampled)
+	return res, nil
+}
+
+// signal signals the end of a successful step.
+func signal(done []device.Point) error {
+	for _, d := range done {
+		if err := d.Fence.Signal(d.Value); err != nil {
+			return fmt.Errorf("pipeline: signal the end of a step: %w", err)
+		}
+	}
+	return nil
 }
 
 // planFor chooses how a step of so many tokens gets at offloaded experts, and returns its plan.
@@ -408,9 +452,9 @@ func (p *Pipeline) launch(ctx context.Context, plan *plan, graph device.Graph) e
 	return p.graphs.launch(graph)
 }
 
-// end waits for the step's end, and checks all sources for errors.
-func (p *Pipeline) end(ctx context.Context) error {
-	if err := p.done.Synchronize(ctx); err != nil {
+// end waits for a step's end, and checks all sources for errors.
+func (p *Pipeline) end(ctx context.Context, done device.Event) error {
+	if err := done.Synchronize(ctx); err != nil {
 		return err
 	}
 	for _, s := range p.sources {
@@ -421,13 +465,8 @@ func (p *Pipeline) end(ctx context.Context) error {
 	return nil
 }
 
-// complete signals the end of a successful step, and reads its results.
-func (p *Pipeline) complete(s *Step) (Result, error) {
-	for _, d := range s.Done {
-		if err := d.Fence.Signal(d.Value); err != nil {
-			return Result{}, fmt.Errorf("pipeline: signal the end of a step: %w", err)
-		}
-	}
+// complete reads the results of a successful step.
+func (p *Pipeline) complete(s *Step) Result {
 	if stalls, err := p.meter.end(); err == nil {
 		p.launchPolicy.end(p.o.Machine.Now(), stalls[ExpertCopy])
 	} else {
@@ -442,7 +481,9 @@ func (p *Pipeline) complete(s *Step) (Result, error) {
 		p.access.took(took, used-p.offloadedUses)
 		p.offloadedUses = used
 	}
-	return p.results.read(p.batches, s.Logits), nil
+	res := p.results.read(p.batches, s.Logits)
+	res.Ahead = p.ahead.enqueued != nil
+	return res
 }
 
 // recover cleans up after a failed step. It does so even if ctx is done, since no operation
@@ -451,6 +492,7 @@ func (p *Pipeline) complete(s *Step) (Result, error) {
 // permanent.
 func (p *Pipeline) recover(ctx context.Context, cause error) error {
 	p.launchPolicy.fail()
+	p.ahead.take(&p.step)
 	ctx = context.WithoutCancel(ctx)
 	errs := []error{cause, p.compute.Recover(ctx)}
 	for _, s := range p.sources {
@@ -506,7 +548,7 @@ func (p *Pipeline) Close() error {
 	if p.compute != nil {
 		errs = append(errs, p.compute.Close())
 	}
-	errs = append(errs, p.meter.close())
+	errs = append(errs, p.meter.close(), p.ahead.close())
 	if p.done != nil {
 		errs = append(errs, p.done.Close())
 	}

@@ -47,6 +47,9 @@ func reserve(t testing.TB, table *kvcache.Table, tokens int) {
 
 // rig is a pipeline over a fixture's weights on an emulated machine.
 type rig struct {
+	// noLogits: generate wants no logits, and seldom more than sampled tokens. ahead: it allows the next step to be
+	// enqueued ahead.
+	noLogits, ahead bool
 	*testing.T
 	m     *emulated.Machine
 	store *experts.Store

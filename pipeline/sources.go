@@ -21,10 +21,19 @@ type source interface {
 }
 
 // storeStep is the expert store's part of a step.
-type storeStep struct{ experts.Step }
+type storeStep struct {
+	experts.Step
+	// continues: the next step is enqueued, and is a part of this one to the store.
+	continues bool
+}
 
 // Err implements source. Without an error it ends the store's part of the step.
-func (s *storeStep) Err(context.Context) error { return s.End() }
+func (s *storeStep) Err(context.Context) error {
+	if s.continues {
+		return nil
+	}
+	return s.End()
+}
 
 // Reset implements source.
 func (s *storeStep) Reset(ctx context.Context) error { return s.Drop(ctx) }

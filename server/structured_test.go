@@ -142,6 +142,8 @@ func (s *guesser) Submit(ctx context.Context, r engine.Request) (*engine.Job, er
 	return s.Engine.Submit(ctx, r)
 }
 
+func (s *guesser) Discard(context.Context) error { return nil }
+
 func (s *guesser) Step(_ context.Context, step *pipeline.Step) (pipeline.Result, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

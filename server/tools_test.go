@@ -47,6 +47,9 @@ func (s *script) Submit(ctx context.Context, r engine.Request) (*engine.Job, err
 	return s.Engine.Submit(ctx, r)
 }
 
+// Discard implements engine.Stepper.
+func (s *script) Discard(context.Context) error { return nil }
+
 // Step implements engine.Stepper.
 func (s *script) Step(ctx context.Context, step *pipeline.Step) (pipeline.Result, error) {
 	if s.steps != nil {

@@ -222,6 +222,7 @@ var (
 	stalls   = metrics.NewDesc("moeserve_stall_seconds_total", "Stall time of the compute stream within steps, by cause.", "cause")
 	captures = metrics.NewDesc("moeserve_graph_captures_total", "Decode steps captured as a CUDA graph.")
 	launches = metrics.NewDesc("moeserve_graph_launches_total", "Decode steps launched as a CUDA graph.")
+	aheads   = metrics.NewDesc("moeserve_steps_ahead_total", "Decode steps enqueued before the tokens of the step in front were known, by whether their tokens were used or discarded.", "result")
 	steps    = metrics.NewDesc("moeserve_steps_total", "Steps of a model with offloaded experts, by how they got at these: copied to the GPU (copy), read by kernels where they lie (direct), or those in host memory computed by the CPU alone (cpu).", "access")
 )
 
@@ -231,6 +232,8 @@ func (p Pipeline) collect(to *metrics.Sink) {
 	}
 	to.Counter(captures, float64(p.Graphs.Captured))
 	to.Counter(launches, float64(p.Graphs.Launched))
+	to.Counter(aheads, float64(p.Graphs.Ahead-p.Graphs.Discarded), "used")
+	to.Counter(aheads, float64(p.Graphs.Discarded), "discarded")
 	to.Counter(steps, float64(p.Steps.Copied), "copy")
 	to.Counter(steps, float64(p.Steps.Direct), "direct")
 	to.Counter(steps, float64(p.Steps.OnCPU), "cpu")

@@ -32,7 +32,7 @@ func TestCollect(t *testing.T) {
 		Peers:   []harvest.PeerUsage{{Space: device.HBM(1), Used: 13, Free: 14, FreeInSlabs: 1, Draining: 2, Reading: harvest.Reading{OtherProcesses: 3}}},
 		Clients: map[string]harvest.ClientUsage{"kv": {Bytes: 12, Displaced: 7, Revocations: map[harvest.Reason]int64{harvest.ReasonPressure: 15}}},
 	}
-	p := Pipeline{Graphs: pipeline.GraphStats{Captured: 17, Launched: 18}, Steps: pipeline.StepsByAccess{Copied: 19, Direct: 20, OnCPU: 30}}
+	p := Pipeline{Graphs: pipeline.GraphStats{Captured: 17, Launched: 18, Ahead: 15, Discarded: 2}, Steps: pipeline.StepsByAccess{Copied: 19, Direct: 20, OnCPU: 30}}
 	p.Stalls[pipeline.ExpertCopy] = 16.5e9
 	for _, c := range []struct {
 		collector metrics.Collector
@@ -117,6 +117,8 @@ moeserve_stall_seconds_total{cause="kv-copy"} 0
 moeserve_stall_seconds_total{cause="kv-load"} 0
 moeserve_stall_seconds_total{cause="launch-bound"} 0
 moeserve_stall_seconds_total{cause="router-sync"} 0
+moeserve_steps_ahead_total{result="discarded"} 2
+moeserve_steps_ahead_total{result="used"} 13
 moeserve_steps_total{access="copy"} 19
 moeserve_steps_total{access="cpu"} 30
 moeserve_steps_total{access="direct"} 20

@@ -97,7 +97,8 @@ func NewNamed(model *checkpoint.Model, o NamedOptions) (*Problem, error) {
 	}
 	f, err := sizing.New(sizing.Options{
 		Config: model.Config, Layout: layout, Types: backend, MaxModelLen: s.KV.MaxModelLen, BlockTokens: s.KV.BlockSize, CacheLayers: o.CacheLayers,
-		Dynamic: s.Offload.DynamicResidency, InPlace: s.Batch.ExpertAccess != configs.CopyAccess, HostLogits: o.HostLogits, Clears: peers > 0, Kernels: plannedWorkspace,
+		Dynamic: s.Offload.DynamicResidency, InPlace: s.Batch.ExpertAccess != configs.CopyAccess, HostLogits: o.HostLogits, Graphs: !s.Kernels.EnforceEager,
+		Clears: peers > 0, Kernels: plannedWorkspace,
 	})
 	if err != nil {
 		return nil, fault.Of(fault.ErrConfig, err)

@@ -42,6 +42,8 @@ type Options struct {
 	InPlace bool
 	// HostLogits reserves room for the logits of a step.
 	HostLogits bool
+	// Graphs: decode steps may be CUDA graphs.
+	Graphs bool
 	// Clears: peer memory is borrowed, which is scrubbed before release.
 	Clears bool
 	// Kernels is the GPU memory that the backend has allocated itself, in bytes.
@@ -138,6 +140,9 @@ func (f *Footprint) Steps(l forward.Limits, b configs.Batch) pipeline.Options {
 		Limits: l, HostLogits: f.o.HostLogits,
 		MicroBatchTokens: b.MicroBatchSize, MicroBatches: b.NumMicroBatches, Grouping: b.Grouping,
 	}
+	if !f.o.Graphs {
+		o.Graphs = -1
+	}
 	if b.Attention == configs.OnCPU {
 		o.HostAttention = sizeOnlyBackend{}
 	}
@@ -148,12 +153,13 @@ func (f *Footprint) Steps(l forward.Limits, b configs.Batch) pipeline.Options {
 }
 
 // stepBytes is the memory of steps within the limits: activations, per-step metadata on the
-// GPU and again in pinned memory, results in pinned memory, and the staging buffers of attention
-// and experts on the CPU.
+// GPU and again in pinned memory, results in pinned memory, with those of steps that are enqueued ahead, and the
+// staging buffers of attention and experts on the CPU.
 func (f *Footprint) stepBytes(l forward.Limits, b configs.Batch) (activations, metadata, results, attention, experts int64) {
 	o, act := f.Steps(l, b), f.o.Types.ActivationDType()
 	activations = int64(o.Groups()) * forward.WorkspaceBytes(f.o.Config, f.o.Types, o.GroupLimits(l))
-	return activations, o.StepMetadataBytes(f.o.Config, l), device.Align(o.ResultBytes(f.o.Config, l)), device.Align(o.StagingBytes(f.o.Config, act, l)), device.Align(o.CPUExpertBytes(f.o.Config, act, l))
+	results = device.Align(o.ResultBytes(f.o.Config, l)) + o.AheadBytes(f.o.Config, l)
+	return activations, o.StepMetadataBytes(f.o.Config, l), results, device.Align(o.StagingBytes(f.o.Config, act, l)), device.Align(o.CPUExpertBytes(f.o.Config, act, l))
 }
 
 // scrubBuffer is the pinned memory of zeros that borrowed memory is scrubbed with, for a
