@@ -249,6 +249,8 @@ type Engine struct {
 	stepEnded time.Duration
 	// ahead: the device already computes the next token of the sequences that still run, of the latest step.
 	ahead bool
+	// serving: Run is active, where requests come and go at any time, so that nobody expects the same batches again.
+	serving bool
 	// updates are those that no job has received yet.
 	updates, spareUpdates []delivery
 	deliveryDone          chan struct{}
@@ -483,6 +485,8 @@ func (e *Engine) Close() error {
 func (e *Engine) Run(ctx context.Context) error {
 	e.running.Lock()
 	defer e.running.Unlock()
+	e.serving = true
+	defer func() { e.serving = false }()
 	for {
 		worked, err := e.runStep(ctx)
 		switch {
@@ -809,7 +813,7 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 	}
 	start, began := e.o.Now(), e.o.Clock()
 	ahead, mayEnd := e.nextIsKnown()
-	res, err := e.o.Pipeline.Step(ctx, &pipeline.Step{Sequences: e.batch.sequences, Ahead: ahead, MayEnd: mayEnd, Copies: e.o.KV.Copies(), Meanwhile: e.meanwhile})
+	res, err := e.o.Pipeline.Step(ctx, &pipeline.Step{Sequences: e.batch.sequences, Ahead: ahead, MayEnd: mayEnd, Partial: e.serving, Copies: e.o.KV.Copies(), Meanwhile: e.meanwhile})
 	e.ahead = err == nil && res.Ahead
 	if len(before) > 0 {
 		<-e.deliveryDone

@@ -59,6 +59,8 @@ type aheadSlot struct {
 	// sequences of the step. Their Tokens are those that the step in front sampled, once they are known.
 	sequences []Sequence
 	tokens    []int32
+	// partial: the results of some of the sequences can be taken.
+	partial bool
 }
 
 // aheadLimits are the limits of a step that is enqueued ahead, where those of all steps are l.
@@ -171,9 +173,9 @@ func (q *Sequence) equal(other *Sequence) bool {
 // enqueueAhead enqueues the step behind s, which is enqueued itself, if s.Ahead asks for it and it is possible.
 func (p *Pipeline) enqueueAhead(ctx context.Context, s *Step) error {
 	a := &p.ahead
-	ends := s.MayEnd
-	if p.o.BatchInvariant {
-		ends = 0 // the others are computed all the same
+	ends, partial := s.MayEnd, s.Partial || p.o.BatchInvariant
+	if partial {
+		ends = 0
 	}
 	if !s.Ahead || !a.possible || a.took > maxAheadStep/time.Duration(max(1, ends)) {
 		return nil
@@ -223,6 +225,7 @@ func (p *Pipeline) enqueueAhead(ctx context.Context, s *Step) error {
 	if err := p.compute.Record(x.done); err != nil {
 		return err
 	}
+	x.partial = partial
 	a.enqueued, a.next, p.step.continues = x, 1-a.next, true
 	a.launched.Add(1)
 	return nil

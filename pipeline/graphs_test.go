@@ -193,6 +193,7 @@ func (r *rig) generate(seed uint64, steps int, retry func(error) bool) string {
 			step.Sequences = append(step.Sequences, running[i])
 			reserve(r, running[i].Table, min(running[i].Start+len(running[i].Tokens)+1, r.p.o.Limits.MaxModelLen))
 		}
+		step.Partial = n%2 == 0
 		if step.Ahead = r.ahead; step.Ahead && n%20 == 0 {
 			if err := r.p.Discard(r.Context()); err != nil && (retry == nil || !retry(err)) {
 				r.Fatal(err)

@@ -75,8 +75,11 @@ type Step struct {
 	// that go on, in the same order and with the same SamplingParams, or Discard. Before that it gives no block of
 	// theirs to anybody, except in order of the compute stream. A step that is not as was expected only takes longer.
 	Ahead bool
-	// MayEnd is how many of the sequences the sampled tokens may end, and so take out of the next step.
-	MayEnd int
+	// MayEnd is how many of the sequences the sampled tokens may end, and so take out of the next step. Partial: the next
+	// step's results are then wanted all the same. By the fastest kernels they may differ, by rounding, from those of a step
+	// of fewer sequences; without Partial that step runs instead.
+	MayEnd  int
+	Partial bool
 	// Copies of blocks within the KV cache are made, in this order, before the step reads or
 	// writes any other. A step that is run again makes them again.
 	Copies []kvcache.Copy
@@ -279,8 +282,7 @@ func (p *Pipeline) Step(ctx context.Context, s *Step) (Result, error) {
 	}
 	if x := p.ahead.enqueued; x != nil {
 		var expected bool
-		// By the fastest kernels, the results of a sequence depend on how many there are in the step.
-		if p.ahead.rows, expected = x.rowsOf(s, p.ahead.rows[:0]); expected && (p.o.BatchInvariant || len(p.ahead.rows) == len(x.sequences)) {
+		if p.ahead.rows, expected = x.rowsOf(s, p.ahead.rows[:0]); expected && (x.partial || len(p.ahead.rows) == len(x.sequences)) {
 			return p.collect(ctx, s, p.ahead.rows)
 		}
 		if err := p.Discard(ctx); err != nil {
