@@ -41,12 +41,17 @@ var types = map[string]ctype{
 	"tensor_map": {128, 64, 8, "tensorMap", reflect.Array}, // hopper.cuh has alignas(64)
 }
 
-// Read returns the structs of arguments of all .cu files of a folder, file by file.
+// Read returns the structs of arguments of all .cuh files of a folder, then of all .cu files, file by file.
 func Read(folder fs.FS) ([]Struct, error) {
-	files, err := fs.Glob(folder, "*.cu")
+	files, err := fs.Glob(folder, "*.cuh")
 	if err != nil {
 		return nil, err
 	}
+	units, err := fs.Glob(folder, "*.cu")
+	if err != nil {
+		return nil, err
+	}
+	files = append(files, units...)
 	r := reader{known: make(map[string]ctype)}
 	for _, file := range files {
 		text, err := fs.ReadFile(folder, file)

@@ -9,7 +9,7 @@ import (
 
 func read(t *testing.T, text string) ([]Struct, error) {
 	t.Helper()
-	return Read(fstest.MapFS{"x.cu": {Data: []byte(text)}, "y.cuh": {Data: []byte("struct y_args { char c; };")}})
+	return Read(fstest.MapFS{"x.cu": {Data: []byte(text)}, "y.txt": {Data: []byte("struct y_args { char c; };")}})
 }
 
 // mixed has fields that Go places elsewhere than C, and ends where Go would not.
@@ -154,6 +154,17 @@ func TestMutants(t *testing.T) {
 	of.Fields[2].Offset += 4
 	if err := of.Check(reflect.TypeFor[mixedArgs]()); err == nil {
 		t.Error("another offset is not found")
+	}
+}
+
+// TestReadHeaders: units have the structs of headers in theirs.
+func TestReadHeaders(t *testing.T) {
+	structs, err := Read(fstest.MapFS{"a.cu": {Data: []byte("struct out_args { in_args in; };")}, "b.cuh": {Data: []byte("struct in_args { int n; };")}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(structs) != 2 || structs[0].Name != "in_args" || structs[0].File != "b.cuh" || structs[1].Name != "out_args" || structs[1].Size != 4 {
+		t.Errorf("structs are %+v", structs)
 	}
 }
 
