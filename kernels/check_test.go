@@ -24,6 +24,8 @@ type valid struct {
 	attention Attention
 	together  RoPEAttention
 	route     Route
+	router    RouterGateUp
+	routeDown RouteDown
 	group     SortByExpert
 	up        ExpertUp
 	down      ExpertDown
@@ -68,6 +70,9 @@ func newValid() *valid {
 	v.together = RoPEAttention{v.ropeKV, v.attention}
 	v.together.Attention.Q = v.ropeKV.Q
 	v.route = Route{Logits: v.tensor(F32, 3, 8), Method: SparseMixer, Jitter: 0.01, IDs: v.tensor(I32, 3, 2), Weights: v.tensor(F32, 3, 2), Counts: v.tensor(I64, 8), Offsets: v.tensor(I32, 9), Order: v.tensor(I32, 6)}
+	v.router = RouterGateUp{v.matmul, v.gated}
+	v.router.GateUp.X = v.matmul.X
+	v.routeDown = RouteDown{v.route, v.matmul}
 	v.group = SortByExpert{v.route.IDs, v.tensor(I32, 9), v.tensor(I32, 6)}
 	v.up = ExpertUp{ExpertGEMM{v.tensor(F32, 3, 32), v.group.Offsets, v.group.Order, v.tensor(U64, 8), v.tensor(I32, 5), layout, v.tensor(F32, 6, 48), Columns{}}}
 	v.down = ExpertDown{ExpertGEMM{v.up.Out, v.group.Offsets, v.group.Order, v.up.Slots, v.up.Experts, layout, v.tensor(F32, 6, 32), Columns{}}}
@@ -99,7 +104,7 @@ func newValid() *valid {
 
 func (v *valid) all() []Op {
 	return []Op{
-		&v.embed, &v.norm, &v.matmul, &v.gated, &v.clamp, &v.rope, &v.append, &v.ropeKV, &v.attention, &v.together, &v.route, &v.group,
+		&v.embed, &v.norm, &v.matmul, &v.gated, &v.clamp, &v.rope, &v.append, &v.ropeKV, &v.attention, &v.together, &v.route, &v.router, &v.routeDown, &v.group,
 		&v.up, &v.down, &v.ffn, &v.combine, &v.combined, &v.silu, &v.gather, &v.copied, &v.added, &v.words, &v.sample,
 		&v.adjust, &v.restore, &v.mask, &v.probs,
 	}
@@ -274,6 +279,42 @@ func TestCheckErrors(t *testing.T) {
 			return &v.route
 		}, "IDs is int32[3 1], want 2 columns for SparseMixer"},
 
+		{func(v *valid) Op { v.router.Router.W = v.tensor(BF16, 8, 31); return &v.router }, "kernels: router_gate_up: Router: W is bfloat16[8 31], want 32 columns (X has 32)"},
+		{func(v *valid) Op { v.router.GateUp.X = v.tensor(BF16, 2, 31); return &v.router }, "kernels: router_gate_up: GateUp: W is bfloat16[8 32], want 31 columns (X has 31)"},
+		{func(v *valid) Op {
+			v.router.Router.X = v.tensor(F32, 2, 32)
+			return &v.router
+		}, "kernels: router_gate_up: GateUp.X is bfloat16[2 32], want float32 as Router.X is"},
+		{func(v *valid) Op { v.router.Router.Out.Addr = v.router.GateUp.W.Addr; return &v.router }, "kernels: router_gate_up: Router.Out [0x"},
+		{func(v *valid) Op { v.router.Router.Out.Addr = v.router.GateUp.W.Addr; return &v.router }, "overlaps GateUp.W"},
+		{func(v *valid) Op { v.router.Router.Out.Addr = v.router.GateUp.Out.Addr; return &v.router }, "overlaps GateUp.Out"},
+		{func(v *valid) Op {
+			v.router.GateUp.X = v.gated.X
+			v.router.Router.Out.Addr = v.gated.X.Addr
+			return &v.router
+		}, "overlaps GateUp.X"},
+		{func(v *valid) Op {
+			v.router.GateUp.X = v.gated.X
+			v.router.GateUp.Out.Addr = v.matmul.X.Addr
+			return &v.router
+		}, "GateUp.Out [0x"},
+		{func(v *valid) Op {
+			v.router.GateUp.X = v.gated.X
+			v.router.GateUp.Out.Addr = v.matmul.X.Addr
+			return &v.router
+		}, "overlaps Router.X"},
+		{func(v *valid) Op { v.router.GateUp.Out.Addr = v.matmul.W.Addr; return &v.router }, "overlaps Router.W"},
+		{func(v *valid) Op { v.router.GateUp.Out.Addr = v.matmul.Bias.Addr; return &v.router }, "overlaps Router.Bias"},
+		{func(v *valid) Op { v.routeDown.Route.Method = 3; return &v.routeDown }, "kernels: route_down: Route: Method is 3"},
+		{func(v *valid) Op { v.routeDown.Down.Bias = v.tensor(BF16, 7); return &v.routeDown }, "kernels: route_down: Down: Bias is bfloat16[7], want 8 elements"},
+		{func(v *valid) Op { v.routeDown.Down.Out.Addr = v.route.Logits.Addr; return &v.routeDown }, "kernels: route_down: Down.Out [0x"},
+		{func(v *valid) Op { v.routeDown.Down.Out.Addr = v.route.Logits.Addr; return &v.routeDown }, "overlaps Route.Logits"},
+		{func(v *valid) Op { v.routeDown.Route.IDs.Addr = v.matmul.X.Addr; return &v.routeDown }, "kernels: route_down: Route.IDs [0x"},
+		{func(v *valid) Op { v.routeDown.Route.IDs.Addr = v.matmul.X.Addr; return &v.routeDown }, "overlaps Down.X"},
+		{func(v *valid) Op { v.routeDown.Route.Weights.Addr = v.matmul.W.Addr; return &v.routeDown }, "overlaps Down.W"},
+		{func(v *valid) Op { v.routeDown.Route.Counts.Addr = v.matmul.Bias.Addr; return &v.routeDown }, "overlaps Down.Bias"},
+		{func(v *valid) Op { v.routeDown.Route.Offsets.Addr = v.matmul.Out.Addr; return &v.routeDown }, "Route.Offsets [0x"},
+		{func(v *valid) Op { v.routeDown.Route.Order.Addr = v.matmul.Out.Addr; return &v.routeDown }, "overlaps Down.Out"},
 		{func(v *valid) Op { v.group.Order = v.tensor(I32, 5); return &v.group }, "kernels: group: Order is int32[5], want 6 elements (IDs is int32[3 2])"},
 		{func(v *valid) Op { v.group.Offsets = v.tensor(I32, 1); return &v.group }, "Offsets is int32[1], want one more element than there are experts"},
 		{func(v *valid) Op { v.group.Order.Addr = v.group.IDs.Addr; return &v.group }, "overlaps IDs"},
@@ -409,7 +450,7 @@ func TestCheckErrors(t *testing.T) {
 
 func TestCheckWithoutTensors(t *testing.T) {
 	for _, op := range []Op{
-		&Embed{}, &Norm{}, &MatMul{}, &GatedMatMul{}, &Clamp{}, &RoPE{}, &AppendKV{}, &RoPEAppendKV{}, &Attention{}, &RoPEAttention{}, &Route{}, &SortByExpert{},
+		&Embed{}, &Norm{}, &MatMul{}, &GatedMatMul{}, &Clamp{}, &RoPE{}, &AppendKV{}, &RoPEAppendKV{}, &Attention{}, &RoPEAttention{}, &Route{}, &RouterGateUp{}, &RouteDown{}, &SortByExpert{},
 		&ExpertUp{}, &ExpertDown{}, &Combine{}, &CombineNorm{}, &SiluMul{}, &Gather{}, &CopyBlocks{}, &AddRows{}, &ExpertFFN{}, &Copy{}, &Sample{}, &Adjust{}, &Restore{}, &Mask{}, &LogProbs{},
 	} {
 		if err := op.Check(); err == nil || !strings.HasPrefix(err.Error(), "kernels: "+op.Name()+": ") || !strings.Contains(err.Error(), " is missing, want ") {
@@ -440,6 +481,8 @@ func TestDeclare(t *testing.T) {
 		},
 		{&v.attention, 4 * 3 * 4 * 16 * 60, 2*3*4*16*4 + 3*4 + 2*4 + 2*4*4 + 2*2*60*2*16*4, 4, 1},
 		{&v.route, 3 * 8 * 6, 3*8*4 + 2*3*2*4 + 2*8*8 + 9*4 + 6*4, 2, 5},
+		{&v.router, 2*2*2*32*8 + 5*2*4, 2*32*2 + 2*8*32*2 + 8*2 + 2*8*4 + 2*8*2, 5, 2},
+		{&v.routeDown, 3*8*6 + 2*2*32*8, 3*8*4 + 2*3*2*4 + 2*8*8 + 9*4 + 6*4 + 2*32*2 + 8*32*2 + 8*2 + 2*8*4, 5, 6},
 		{&v.group, 0, 6*4 + 9*4 + 6*4, 1, 2},
 		// 5 of 8 experts are listed: 4 of the 6 pairs are theirs.
 		{&v.up, 2 * 2 * 32 * 48 * 4, 9*4 + 6*4 + 8*8 + 5*4 + 5*2*32*48*2 + 4*(32+48)*4, 4, 0},

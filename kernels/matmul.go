@@ -69,13 +69,18 @@ func (*GatedMatMul) Name() string { return "gated_matmul" }
 // Check implements Op.
 func (o *GatedMatMul) Check() error {
 	c := checker{op: o.Name()}
+	o.check(&c)
+	return c.err
+}
+
+// check is Check within an operation that includes this one.
+func (o *GatedMatMul) check(c *checker) {
 	all := MatMul{X: o.X, W: o.W, Out: o.Out}
-	all.check(&c)
+	all.check(c)
 	c.sameType("Out", &o.Out, "X", &o.X)
 	if c.ok() && o.W.Shape[0]%2 != 0 {
 		c.failf("W is %v, want an even number of rows: gate, then up", o.W)
 	}
-	return c.err
 }
 
 // Declare implements Op.

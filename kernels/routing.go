@@ -40,6 +40,12 @@ func (*Route) Name() string { return "route" }
 // Check implements Op.
 func (o *Route) Check() error {
 	c := checker{op: o.Name()}
+	o.check(&c)
+	return c.err
+}
+
+// check is Check within an operation that includes this one.
+func (o *Route) check(c *checker) {
 	c.tensor("Logits", &o.Logits, float32Only, 2)
 	c.tensor("IDs", &o.IDs, int32Only, 2)
 	c.dense("IDs", &o.IDs)
@@ -69,14 +75,13 @@ func (o *Route) Check() error {
 		c.failf("Offsets is %v and Order %v, want both or none", o.Offsets, o.Order)
 	}
 	if sorting := o.Sorting(); c.ok() && !o.Order.None() {
-		sorting.check(&c)
+		sorting.check(c)
 		if o.Offsets.Shape[0] != e+1 {
 			c.failf("Offsets is %v, want %d elements (Logits has %d columns)", o.Offsets, e+1, e)
 		}
 		c.disjoint("Weights", &o.Weights, "Order", &o.Order)
 		c.disjoint("Weights", &o.Weights, "Offsets", &o.Offsets)
 	}
-	return c.err
 }
 
 // Declare implements Op.

@@ -28,7 +28,7 @@ type Backend struct {
 	*pool
 	shut  atomic.Bool
 	decls sync.Pool // *kernels.Decl
-	jobs  [27]sync.Pool
+	jobs  [29]sync.Pool
 	draws sync.Pool // *draws
 }
 
@@ -90,6 +90,10 @@ func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
 		return enqueue(b, e, 6, op, o, (*Backend).attention, act{})
 	case *kernels.Route:
 		return enqueue(b, e, 7, op, o, (*Backend).route, act{"Logits", &o.Logits})
+	case *kernels.RouterGateUp:
+		return enqueue(b, e, 27, op, o, (*Backend).routerGateUp, act{"Router.X", &o.Router.X})
+	case *kernels.RouteDown:
+		return enqueue(b, e, 28, op, o, (*Backend).routeDown, act{"Down.X", &o.Down.X})
 	case *kernels.SortByExpert:
 		return enqueue(b, e, 8, op, o, (*Backend).group, act{})
 	case *kernels.ExpertUp:

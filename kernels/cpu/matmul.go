@@ -245,6 +245,20 @@ func (b *Backend) gatedMatmul(o *kernels.GatedMatMul, access device.Access) erro
 	return b.siluMul(&silu, access)
 }
 
+func (b *Backend) routerGateUp(o *kernels.RouterGateUp, access device.Access) error {
+	if err := b.matmul(&o.Router, access); err != nil {
+		return err
+	}
+	return b.gatedMatmul(&o.GateUp, access)
+}
+
+func (b *Backend) routeDown(o *kernels.RouteDown, access device.Access) error {
+	if err := b.route(&o.Route, access); err != nil {
+		return err
+	}
+	return b.matmul(&o.Down, access)
+}
+
 func (b *Backend) matmul(o *kernels.MatMul, _ device.Access) error {
 	var bias []float32
 	if !o.Bias.None() {

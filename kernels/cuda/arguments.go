@@ -2,6 +2,27 @@
 
 package cuda
 
+// routeArgs has the layout of route_args in src/route_sort.cuh: 64 bytes, fields at these.
+type routeArgs struct {
+	logits  uint64  // 0
+	ids     uint64  // 8
+	weights uint64  // 16
+	counts  uint64  // 24
+	stride  int64   // 32
+	rows    int64   // 40
+	experts int32   // 48
+	k       int32   // 52
+	method  int32   // 56
+	limit   float32 // 60
+}
+
+// routeSortArgs has the layout of route_sort_args in src/route_sort.cuh: 80 bytes, fields at these.
+type routeSortArgs struct {
+	route   routeArgs // 0
+	offsets uint64    // 64
+	order   uint64    // 72
+}
+
 // attentionArgs has the layout of attention_args in src/attention.cu: 232 bytes, fields at these.
 type attentionArgs struct {
 	q          uint64  // 0
@@ -324,6 +345,18 @@ type fewArgs struct {
 	outFloat  int32  // 64
 }
 
+// routerGateUpArgs has the layout of router_gate_up_args in src/few.cu: 144 bytes, fields at these.
+type routerGateUpArgs struct {
+	router fewArgs // 0
+	gateUp fewArgs // 72
+}
+
+// routeDownArgs has the layout of route_down_args in src/few.cu: 152 bytes, fields at these.
+type routeDownArgs struct {
+	route routeSortArgs // 0
+	down  fewArgs       // 80
+}
+
 // gemmArgs has the layout of gemm_args in src/gemm.cu: 152 bytes, fields at these.
 type gemmArgs struct {
 	x          uint64 // 0
@@ -391,27 +424,6 @@ type promptArgs struct {
 	joins      int32     // 448
 	scale      float32   // 452
 	_          [56]byte
-}
-
-// routeArgs has the layout of route_args in src/route.cu: 64 bytes, fields at these.
-type routeArgs struct {
-	logits  uint64  // 0
-	ids     uint64  // 8
-	weights uint64  // 16
-	counts  uint64  // 24
-	stride  int64   // 32
-	rows    int64   // 40
-	experts int32   // 48
-	k       int32   // 52
-	method  int32   // 56
-	limit   float32 // 60
-}
-
-// routeSortArgs has the layout of route_sort_args in src/route.cu: 80 bytes, fields at these.
-type routeSortArgs struct {
-	route   routeArgs // 0
-	offsets uint64    // 64
-	order   uint64    // 72
 }
 
 // sortArgs has the layout of sort_args in src/route.cu: 40 bytes, fields at these.

@@ -6,6 +6,8 @@ import "reflect"
 
 // argumentTypes are the structs of arguments.go by their names in C.
 var argumentTypes = map[string]reflect.Type{
+	"route_args":          reflect.TypeFor[routeArgs](),
+	"route_sort_args":     reflect.TypeFor[routeSortArgs](),
 	"attention_args":      reflect.TypeFor[attentionArgs](),
 	"rope_attention_args": reflect.TypeFor[ropeAttentionArgs](),
 	"copy_blocks_args":    reflect.TypeFor[copyBlocksArgs](),
@@ -25,10 +27,10 @@ var argumentTypes = map[string]reflect.Type{
 	"rope_append_kv_args": reflect.TypeFor[ropeAppendKVArgs](),
 	"expert_args":         reflect.TypeFor[expertArgs](),
 	"few_args":            reflect.TypeFor[fewArgs](),
+	"router_gate_up_args": reflect.TypeFor[routerGateUpArgs](),
+	"route_down_args":     reflect.TypeFor[routeDownArgs](),
 	"gemm_args":           reflect.TypeFor[gemmArgs](),
 	"prompt_args":         reflect.TypeFor[promptArgs](),
-	"route_args":          reflect.TypeFor[routeArgs](),
-	"route_sort_args":     reflect.TypeFor[routeSortArgs](),
 	"sort_args":           reflect.TypeFor[sortArgs](),
 	"sample_args":         reflect.TypeFor[sampleArgs](),
 	"log_probs_args":      reflect.TypeFor[logProbsArgs](),

@@ -636,6 +636,132 @@ func TestGatedChoice(t *testing.T) {
 	}
 }
 
+// routingBesideGateUp has a router of scored columns and a gate/up projection of twice wide columns.
+func routingBesideGateUp(rows, scored, wide, inner int) *kernels.RouterGateUp {
+	x := at(1, tensor(kernels.BF16, rows, inner))
+	return &kernels.RouterGateUp{
+		Router: kernels.MatMul{X: x, W: at(2, tensor(kernels.BF16, scored, inner)), Out: at(3, tensor(kernels.F32, rows, scored))},
+		GateUp: kernels.GatedMatMul{X: x, W: at(4, tensor(kernels.BF16, 2*wide, inner)), Out: at(5, tensor(kernels.BF16, rows, 2*wide))},
+	}
+}
+
+// routingBesideDown routes to k experts, and has a down projection.
+func routingBesideDown(rows, experts, k, columns, inner int) *kernels.RouteDown {
+	return &kernels.RouteDown{
+		Route: kernels.Route{
+			Logits: at(1, tensor(kernels.F32, rows, experts)), IDs: at(2, tensor(kernels.I32, rows, k)), Weights: at(3, tensor(kernels.F32, rows, k)),
+			Offsets: at(4, tensor(kernels.I32, experts+1)), Order: at(5, tensor(kernels.I32, rows*k)),
+		},
+		Down: kernels.MatMul{X: at(6, tensor(kernels.BF16, rows, inner)), W: at(7, tensor(kernels.BF16, columns, inner)), Out: at(8, tensor(kernels.BF16, rows, columns))},
+	}
+}
+
+// TestRouterGateUpChoice holds when one kernel computes a router's scores and a gate/up projection.
+func TestRouterGateUpChoice(t *testing.T) {
+	one := routingBesideGateUp
+	edited := func(edit func(o *kernels.RouterGateUp)) *kernels.RouterGateUp {
+		o := one(8, 61, 5632, 2048)
+		edit(o)
+		return o
+	}
+	const apart = "few_rows_4 few_rows_gated_once_5"
+	for _, test := range []struct {
+		name   string
+		op     *kernels.RouterGateUp
+		want   string
+		blocks int // of the first kernel
+	}{
+		{"one row", one(1, 61, 5632, 2048), "router_gate_up", 132},
+		{"eight rows", one(8, 61, 5632, 2048), "router_gate_up", 132},
+		{"few columns", one(8, 61, 100, 2048), "router_gate_up", 17},
+		{"as many tiles as a block loads", one(8, 61, 8*128*8, 2048), "router_gate_up", 132},
+		{"more", one(8, 61, 8*128*8+8, 2048), apart, 4},
+		{"many loads", one(8, 65, 20480, 3584), "few_rows_4 few_rows_gated_5", 5},
+		{"router that takes all blocks", one(8, 132*16, 5632, 2048), "few_rows_4 few_rows_gated_once_5", 132},
+		{"nine rows", one(9, 61, 5632, 2048), "few_columns_16 matmul_16 silu_mul", 1},
+		{"float32 router", edited(func(o *kernels.RouterGateUp) { o.Router.W.DType = kernels.F32 }), "matmul_any few_rows_gated_once_5", 1},
+		{"float32 projection", edited(func(o *kernels.RouterGateUp) { o.GateUp.W.DType = kernels.F32 }), "few_rows_4 matmul_any silu_mul", 4},
+		{"router of no columns", one(8, 0, 5632, 2048), "few_rows_gated_once_5", 132},
+		{"projection of no columns", one(8, 61, 0, 2048), "few_rows_4 silu_mul", 4},
+		{"no rows", one(0, 61, 5632, 2048), "", 0},
+	} {
+		r, b, s := list(t, Options{})
+		b.hopper, b.largeSmem = true, true
+		if err := b.Enqueue(s, test.op); err != nil {
+			t.Errorf("%s: %v", test.name, err)
+		}
+		if r.names() != test.want || test.blocks > 0 && r.grids[0].x != test.blocks {
+			t.Errorf("%s: kernels %q on %v, want %q", test.name, r.names(), r.grids, test.want)
+		}
+		if test.want == "router_gate_up" && (r.grids[0].threads != 512 || r.grids[0].shared != 160<<10) {
+			t.Errorf("%s: %v", test.name, r.grids)
+		}
+	}
+	r, b, s := list(t, Options{BatchInvariant: true})
+	b.hopper, b.largeSmem = true, true
+	if err := b.Enqueue(s, one(8, 61, 5632, 2048)); err != nil || r.names() != "few_columns_16 dense_128 silu_mul" {
+		t.Errorf("batch-invariant: %v, kernels %q", err, r.names())
+	}
+	r, b, s = list(t, Options{})
+	if err := b.Enqueue(s, one(8, 61, 5632, 2048)); err != nil || r.names() != "few_rows_2 few_rows_gated_2" {
+		t.Errorf("other GPUs: %v, kernels %q", err, r.names())
+	}
+	_, b, s = list(t, Options{Activation: kernels.F16})
+	if err := b.Enqueue(s, one(8, 61, 5632, 2048)); err == nil || !strings.Contains(err.Error(), "X is bfloat16[8 2048], want float16") {
+		t.Errorf("another activation type: %v", err)
+	}
+}
+
+// TestRouteDownChoice holds when one kernel routes and computes a down projection.
+func TestRouteDownChoice(t *testing.T) {
+	one := routingBesideDown
+	edited := func(edit func(o *kernels.RouteDown)) *kernels.RouteDown {
+		o := one(8, 60, 4, 2048, 5632)
+		edit(o)
+		return o
+	}
+	for _, test := range []struct {
+		name           string
+		op             *kernels.RouteDown
+		want           string
+		blocks, shared int // of the first kernel
+	}{
+		{"one row", one(1, 60, 4, 2048, 5632), "route_down", 129, 128 << 10},
+		{"eight rows", one(8, 60, 4, 2048, 5632), "route_down", 129, 128 << 10},
+		{"more tiles than blocks", one(8, 60, 4, 4096, 5632), "route_down", 132, 128 << 10},
+		{"one load", one(8, 64, 8, 16, 64), "route_down", 2, 32 << 10},
+		{"more loads", one(8, 60, 4, 3584, 20480), "route_sort few_rows_5", 1, 0},
+		{"more threads", one(5, 128, 8, 2048, 5632), "route_sort few_rows_4", 1, 0},
+		{"nine rows", one(9, 60, 4, 2048, 5632), "route_sort matmul_16", 1, 0},
+		{"no sorting", edited(func(o *kernels.RouteDown) { o.Route.Offsets, o.Route.Order = kernels.Tensor{}, kernels.Tensor{} }), "route few_rows_4", 2, 0},
+		{"float32 weights", edited(func(o *kernels.RouteDown) { o.Down.W.DType = kernels.F32 }), "route_sort matmul_any", 1, 0},
+		{"no columns", one(8, 60, 4, 0, 5632), "route_sort", 1, 0},
+		{"rows of one part only", edited(func(o *kernels.RouteDown) { o.Down.X, o.Down.Out = o.Down.X.Slice(0, 0), o.Down.Out.Slice(0, 0) }), "route_sort", 1, 0},
+	} {
+		r, b, s := list(t, Options{})
+		b.hopper, b.largeSmem = true, true
+		if err := b.Enqueue(s, test.op); err != nil {
+			t.Errorf("%s: %v", test.name, err)
+		}
+		if r.names() != test.want || r.grids[0].x != test.blocks || test.shared > 0 && (r.grids[0].threads != 512 || r.grids[0].shared != test.shared) {
+			t.Errorf("%s: kernels %q on %v, want %q", test.name, r.names(), r.grids, test.want)
+		}
+	}
+	r, b, s := list(t, Options{BatchInvariant: true})
+	b.hopper, b.largeSmem = true, true
+	if err := b.Enqueue(s, one(8, 60, 4, 2048, 5632)); err != nil || r.names() != "route_sort dense_128" {
+		t.Errorf("batch-invariant: %v, kernels %q", err, r.names())
+	}
+	r, b, s = list(t, Options{})
+	if err := b.Enqueue(s, one(8, 60, 4, 2048, 5632)); err != nil || r.names() != "route_sort few_rows_2" {
+		t.Errorf("other GPUs: %v, kernels %q", err, r.names())
+	}
+	_, b, s = list(t, Options{})
+	if err := b.Enqueue(s, one(1, 4000, 4, 2048, 5632)); err == nil || !strings.Contains(err.Error(), "want at most 3072 experts") {
+		t.Errorf("too many experts: %v", err)
+	}
+}
+
 // combiningNorm combines k outputs of experts a row.
 func combiningNorm(rows, k, hidden int) *kernels.CombineNorm {
 	return &kernels.CombineNorm{
@@ -1107,9 +1233,10 @@ func TestEnqueueMakesNoGarbage(t *testing.T) {
 	together.Append.Q, together.Append.CacheK, together.Append.CacheV = attention.Q, attention.CacheK, attention.CacheV
 	few := *together
 	few.Attention.MaxSeqTokens = 1
+	besideGateUp, besideDown := routingBesideGateUp(8, 61, 5632, 2048), routingBesideDown(8, 60, 4, 2048, 5632)
 	if n := testing.AllocsPerRun(100, func() {
 		wide.reset()
-		for _, op := range [...]kernels.Op{together, &few} {
+		for _, op := range [...]kernels.Op{together, &few, besideGateUp, besideDown} {
 			if err := large.Enqueue(third, op); err != nil {
 				t.Fatal(err)
 			}

@@ -83,6 +83,10 @@ func awaited(op kernels.Op, early bool) (all []device.Range) {
 		all = append(all, awaited(&o.Attention, early)...)
 	case *kernels.Route:
 		add(&o.Logits, &o.IDs, &o.Weights, &o.Counts, &o.Offsets, &o.Order)
+	case *kernels.RouterGateUp:
+		all = append(awaited(&o.Router, early), awaited(&o.GateUp, early)...)
+	case *kernels.RouteDown:
+		all = append(awaited(&o.Route, early), awaited(&o.Down, early)...)
 	case *kernels.SortByExpert:
 		add(&o.IDs, &o.Offsets, &o.Order)
 	case *kernels.ExpertUp:
@@ -461,13 +465,16 @@ func TestEmulatedTiles(t *testing.T) {
 // TestEmulatedLayers runs layers whose kernels find what those in front write only once
 // they have waited, on sequences here and there in turn: all bits are as without.
 func TestEmulatedLayers(t *testing.T) {
-	for i, hopper := range []bool{false, true, true} {
+	for i, hopper := range []bool{false, true, true, true} {
 		m, b, s := emulate(t, Options{}, 3)
 		b.hopper, b.largeSmem = hopper, hopper
 		model := &benchModel{"small", 128, 4, 2, 32, 64, 4, 2, 64, kernels.SoftmaxRenorm}
 		if i == 2 { // rope_attention_128_wide
 			b.multiprocessors = 60
 			model = &benchModel{"heads of 128", 128, 4, 2, 128, 64, 4, 2, 64, kernels.SoftmaxRenorm}
+		}
+		if i == 3 { // router_gate_up and route_down
+			model = &benchModel{"shared expert", 128, 4, 2, 32, 64, 4, 2, 64, kernels.Softmax}
 		}
 		r := b.run.(*simtRunner)
 		r.work = b.work.Range(0, 1<<16)
@@ -529,6 +536,10 @@ func TestEmulated(t *testing.T) {
 		{"bf16-sm_90a-attention", kernels.BF16, 7, false, true, "attention", nil},
 		{"bf16-sm_90a-rope", kernels.BF16, 132, false, true, "rope_attention", []kernels.DType{kernels.BF16, kernels.F32}},
 		{"f16-sm_90a-rope", kernels.F16, 6, false, true, "rope_attention", []kernels.DType{kernels.F16}},
+		{"bf16-sm_90a-router", kernels.BF16, 132, false, true, "router_gate_up", []kernels.DType{kernels.BF16, kernels.F32}},
+		{"f16-sm_90a-router", kernels.F16, 7, false, true, "router_gate_up", []kernels.DType{kernels.F16}},
+		{"bf16-sm_90a-route", kernels.BF16, 132, false, true, "route_down", []kernels.DType{kernels.BF16, kernels.F32}},
+		{"f16-sm_90a-route", kernels.F16, 4, false, true, "route_down", []kernels.DType{kernels.F16}},
 		{"bf16-sm_90a-experts", kernels.BF16, 3, false, true, "experts", []kernels.DType{kernels.BF16}},
 		{"f16-sm_90a-experts", kernels.F16, 132, false, true, "experts", []kernels.DType{kernels.F16}},
 	} {

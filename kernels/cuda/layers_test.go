@@ -39,7 +39,7 @@ func (d *decoder) goTo(s device.Stream, i int) error {
 }
 
 // sharedWidths are the widths of shared experts.
-var sharedWidths = map[string]int{"qwen1.5-moe": 5632}
+var sharedWidths = map[string]int{"qwen1.5-moe": 5632, "shared expert": 80}
 
 // headNorms are the models whose heads of q and k are normed.
 var headNorms = map[string]bool{"qwen3-30b-a3b": true}
@@ -112,13 +112,14 @@ func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 				Scale: float32(1 / math.Sqrt(float64(c.d))), MaxContext: context, MaxSeqTokens: 1, PastReady: true, Out: heads(attended, 0, c.heads),
 			}},
 			&kernels.MatMul{X: attended, W: x.act(c.hidden, q), Out: out},
-			&kernels.Norm{X: out, Residual: d.hidden, Weight: gamma, Eps: 1e-5, Out: norm},
-			&kernels.MatMul{X: norm, W: x.act(scored, c.hidden), Out: logits},
-			&kernels.Route{Logits: logits.Narrow(1, 0, c.experts), Method: c.method, IDs: ids, Weights: weights, Offsets: offsets, Order: order})
+			&kernels.Norm{X: out, Residual: d.hidden, Weight: gamma, Eps: 1e-5, Out: norm})
+		router := kernels.MatMul{X: norm, W: x.act(scored, c.hidden), Out: logits}
+		route := kernels.Route{Logits: logits.Narrow(1, 0, c.experts), Method: c.method, IDs: ids, Weights: weights, Offsets: offsets, Order: order}
 		if sharedWidth > 0 {
-			narrow := both.Narrow(1, 0, sharedWidth)
-			add(&kernels.GatedMatMul{X: norm, W: x.act(2*sharedWidth, c.hidden), Out: both},
-				&kernels.MatMul{X: narrow, W: x.act(c.hidden, sharedWidth), Out: shared})
+			add(&kernels.RouterGateUp{Router: router, GateUp: kernels.GatedMatMul{X: norm, W: x.act(2*sharedWidth, c.hidden), Out: both}},
+				&kernels.RouteDown{Route: route, Down: kernels.MatMul{X: both.Narrow(1, 0, sharedWidth), W: x.act(c.hidden, sharedWidth), Out: shared}})
+		} else {
+			add(&router, &route)
 		}
 		product := kernels.ExpertGEMM{X: norm, Offsets: offsets, Order: order, Slots: extents, Experts: all, Layout: layout, Out: up}
 		back := product

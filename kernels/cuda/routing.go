@@ -21,18 +21,12 @@ func (l *streamState) route(o *kernels.Route) error {
 	if experts > maxExperts {
 		return fmt.Errorf("cuda: %s: Logits is %v, want at most %d experts", o.Name(), o.Logits, maxExperts)
 	}
-	a := routeArgs{
-		logits: address(&o.Logits), ids: address(&o.IDs), weights: address(&o.Weights), counts: address(&o.Counts),
-		stride: int64(o.Logits.Stride[0]), rows: int64(rows),
-		experts: int32(experts), k: int32(o.IDs.Shape[1]), method: int32(o.Method), limit: 2 * o.Jitter,
-	}
+	a := routeArguments(o)
 	sorts := !o.Order.None()
-	if g := routeSortGrid(rows, experts, o.IDs.Shape[1]); sorts && g.x > 0 {
-		return launch(l, o.Name(), routeSort, g, &routeSortArgs{
-			route: a, offsets: address(&o.Offsets), order: address(&o.Order),
-		})
+	if g := routeSortGrid(o); sorts && g.x > 0 {
+		return launch(l, o.Name(), routeSort, g, &a)
 	}
-	err := launch(l, o.Name(), routeKernel, grid{x: ceil(rows, routeRows), threads: 32 * routeRows, shared: routeRows * experts * 4}, &a)
+	err := launch(l, o.Name(), routeKernel, grid{x: ceil(rows, routeRows), threads: 32 * routeRows, shared: routeRows * experts * 4}, &a.route)
 	if err != nil || !sorts {
 		return err
 	}
@@ -40,15 +34,36 @@ func (l *streamState) route(o *kernels.Route) error {
 	return l.group(&sorting)
 }
 
-// routeSortGrid is the block that routes and sorts, see route.cu, if that has enough threads and
+func routeArguments(o *kernels.Route) routeSortArgs {
+	return routeSortArgs{
+		route: routeArgs{
+			logits: address(&o.Logits), ids: address(&o.IDs), weights: address(&o.Weights), counts: address(&o.Counts),
+			stride: int64(o.Logits.Stride[0]), rows: int64(o.Logits.Shape[0]),
+			experts: int32(o.Logits.Shape[1]), k: int32(o.IDs.Shape[1]), method: int32(o.Method), limit: 2 * o.Jitter,
+		},
+		offsets: address(&o.Offsets), order: address(&o.Order),
+	}
+}
+
+// routeSortGrid is the block that routes and sorts, see route_sort.cuh, if that has enough threads and
 // shared memory.
-func routeSortGrid(rows, experts, k int) (g grid) {
-	threads, pairs := rows*ceil(experts, 32)*32, rows*k
-	shared := 4 * (2*threads + 3*pairs + ceil(pairs, 32)*experts + experts)
-	if threads > 0 && threads <= maxThreads && shared <= defaultShared {
+func routeSortGrid(o *kernels.Route) (g grid) {
+	threads := routeSortThreads(o)
+	if shared := routeSortShared(o, threads); threads > 0 && threads <= maxThreads && shared <= defaultShared {
 		g = grid{x: 1, threads: threads, shared: shared}
 	}
 	return g
+}
+
+// routeSortThreads is how many threads route and sort at least.
+func routeSortThreads(o *kernels.Route) int {
+	return o.Logits.Shape[0] * ceil(o.Logits.Shape[1], 32) * 32
+}
+
+// routeSortShared is the shared memory of a block of that many threads that routes and sorts, in bytes.
+func routeSortShared(o *kernels.Route, threads int) int {
+	experts, pairs := o.Logits.Shape[1], o.IDs.Elements()
+	return 4 * (2*threads + 3*pairs + ceil(pairs, 32)*experts + experts)
 }
 
 // Up to groupFewPairs pairs are sorted with one warp per expert.

@@ -10,12 +10,15 @@ import (
 //go:embed src
 var sources embed.FS
 
-// source returns the text of a compilation unit: ptx.cuh and common.cuh precede the file, and
-// for sm_90a also hopper.cuh and ring.cuh.
+// source returns the text of a compilation unit: ptx.cuh and common.cuh precede the file, for
+// sm_90a also hopper.cuh and ring.cuh, and route_sort.cuh what has its kernels.
 func source(file string) string {
 	names := []string{"ptx.cuh", "common.cuh", file}
-	if onlyFor[file] == hopper {
+	switch {
+	case onlyFor[file] == hopper:
 		names = []string{"ptx.cuh", "common.cuh", "hopper.cuh", "ring.cuh", file}
+	case file == "route.cu" || file == "few.cu":
+		names = []string{"ptx.cuh", "common.cuh", "route_sort.cuh", file}
 	}
 	var text []byte
 	for _, name := range names {
@@ -32,7 +35,7 @@ func source(file string) string {
 const hopper = "sm_90a"
 
 // onlyFor has the units, and single kernels, that are built for one architecture only.
-var onlyFor = map[string]string{"expert.cu": hopper, "dense.cu": hopper, "prompt.cu": hopper, "few_rows_4": hopper, "few_rows_5": hopper, "few_rows_gated_5": hopper, "few_rows_gated_once_5": hopper, "attention_128_wide": hopper, "rope_attention_128_wide": hopper, "norm_rope_attention_128_wide": hopper}
+var onlyFor = map[string]string{"expert.cu": hopper, "dense.cu": hopper, "prompt.cu": hopper, "few_rows_4": hopper, "few_rows_5": hopper, "few_rows_gated_5": hopper, "few_rows_gated_once_5": hopper, "router_gate_up": hopper, "route_down": hopper, "attention_128_wide": hopper, "rope_attention_128_wide": hopper, "norm_rope_attention_128_wide": hopper}
 
 // kernel is one __global__ function.
 type kernel struct {
@@ -99,6 +102,8 @@ const (
 	fewRowsGated2
 	fewRowsGated5
 	fewRowsGatedOnce5
+	routerGateUp
+	routeDown
 	copyBlocksKernel
 	copySmallKernel
 	addRowsKernel
@@ -168,6 +173,8 @@ var table = func() []kernel {
 		{"few.cu", "few_rows_gated_2", 2 * skinnyStageBytes},
 		{"few.cu", "few_rows_gated_5", 5 * skinnyStageBytes},
 		{"few.cu", "few_rows_gated_once_5", 5 * skinnyStageBytes},
+		{"few.cu", "router_gate_up", 5 * skinnyStageBytes},
+		{"few.cu", "route_down", 4 * skinnyStageBytes},
 		{"copy.cu", "copy_blocks", 0},
 		{"copy.cu", "copy_small", 0},
 		{"copy.cu", "add_rows", 0},

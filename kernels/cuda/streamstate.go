@@ -105,6 +105,10 @@ func (l *streamState) enqueue(op kernels.Op) error {
 		return l.ropeAttention(o)
 	case *kernels.Route:
 		return l.route(o)
+	case *kernels.RouterGateUp:
+		return l.routerGateUp(o)
+	case *kernels.RouteDown:
+		return l.routeDown(o)
 	case *kernels.SortByExpert:
 		return l.group(o)
 	case *kernels.ExpertUp:

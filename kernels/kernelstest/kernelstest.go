@@ -50,6 +50,8 @@ var tests = []struct {
 	{"rope_attention", testRoPEAttention},
 	{"route", testRoute},
 	{"route_nan", testRouteNaN},
+	{"router_gate_up", testRouterGateUp},
+	{"route_down", testRouteDown},
 	{"group", testSortByExpert},
 	{"experts", testExperts},
 	{"combine", testCombine},

@@ -86,15 +86,23 @@ KERNEL(512, 1) few_columns_8(const few_args a) { few_columns<1>(a); }
 KERNEL(512, 1) few_columns_16(const few_args a) { few_columns<2>(a); }
 KERNEL(512, 1) few_columns_64(const few_args a) { few_columns<8>(a); }
 
+typedef float tile_parts[few_warps][8][20];  // 20: eight rows are in different banks
+
+// Those of this tile and of the previous one. They are the same memory in all instances of few_rows in a kernel.
+DEVICE tile_parts *parts_of_tiles() {
+  __shared__ tile_parts parts[2];
+  return parts;
+}
+
 // Up to eight rows: a tile is 16 weight rows by all of X, and a block computes every
-// gridDim.x-th (persistent kernel). A thread copies the weights that it multiplies itself to
+// blocks-th (persistent kernel). A thread copies the weights that it multiplies itself to
 // stages of its own, so the block synchronizes only for the sum of a tile, and copies run ahead
 // across tiles. The first copies start before the preceding kernels end, which do not write
 // weights. gated: W has a.columns rows of gate, then as many of up, of which a tile has eight
 // each, and Out is silu(gate) up of both in their 16-bit form. once: weights need not stay in L2.
 template <int stages, bool gated, bool once>
-DEVICE void few_rows(const few_args &a, unsigned char *memory) {
-  __shared__ float parts[2][few_warps][8][20];  // of this tile and the previous one; 20: eight rows are in different banks
+DEVICE void few_rows(const few_args &a, unsigned char *memory, int block = blockIdx.x, int blocks = gridDim.x) {
+  tile_parts *parts = parts_of_tiles();
   launch_dependents();
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int row = lane >> 2, first = warp * 64 + (lane & 3) * 8;  // chunks as in few_columns
@@ -105,10 +113,10 @@ DEVICE void few_rows(const few_args &a, unsigned char *memory) {
 
   // next is this thread's first weight of what is loaded next: to compute an address for each load takes more instructions than the
   // multiplication. Behind the last row of W it is not dereferenced.
-  int next_tile = pieces > 0 ? blockIdx.x : tiles, next_k = first, column = blockIdx.x * tile_columns + row;
+  int next_tile = pieces > 0 ? block : tiles, next_k = first, column = block * tile_columns + row;
   const u16 *next = (const u16 *)a.w + column * (i64)a.inner + first;
   i64 second = (gated ? a.columns : 8) * (i64)a.inner;  // to the other eight rows of a tile
-  i64 to_tile = gridDim.x * tile_columns * (i64)a.inner - pieces * piece;
+  i64 to_tile = blocks * tile_columns * (i64)a.inner - pieces * piece;
   auto load_stage = [&](int slot) {
     if (next_tile < tiles) {
 #pragma unroll
@@ -119,7 +127,7 @@ DEVICE void few_rows(const few_args &a, unsigned char *memory) {
           copy_async<once>(ring + (slot * 4 + i * 2 + h) * 32 * few_warps, next + i * second + 32 * h, there ? 16 : 0, policy);
         }
       next += piece, next_k += piece;
-      if (next_k - first == pieces * piece) next += to_tile, next_k = first, next_tile += gridDim.x, column += gridDim.x * tile_columns;
+      if (next_k - first == pieces * piece) next += to_tile, next_k = first, next_tile += blocks, column += blocks * tile_columns;
     }
     copy_commit();
   };
@@ -135,7 +143,7 @@ DEVICE void few_rows(const few_args &a, unsigned char *memory) {
   };
   uint4 kept[2][2];  // gated: X, if it has at most two pieces, as blocks have several tiles
   if (gated) load_x(kept[0], 0), load_x(kept[1], piece);
-  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x, turn ^= 1) {
+  for (int tile = block; tile < tiles; tile += blocks, turn ^= 1) {
     float sums[4] = {};
     auto multiply = [&](const uint4 (&x)[2]) {
       uint4 w[2][2];
@@ -210,4 +218,32 @@ KERNEL(512, 2) few_rows_gated_5(const few_args a) {
 KERNEL(512, 2) few_rows_gated_once_5(const few_args a) {
   DYNAMIC_SHARED(memory);
   few_rows<5, true, true>(a, memory);
+}
+
+struct router_gate_up_args {
+  few_args router, gate_up;
+};
+
+// few_rows_4 and few_rows_gated_once_5 in one launch. The last blocks, one for each tile, are the router's.
+KERNEL(512, 2) router_gate_up(const router_gate_up_args a) {
+  DYNAMIC_SHARED(memory);
+  int tiles = (a.router.columns + 15) / 16, blocks = gridDim.x - tiles, block = blockIdx.x;
+  if (block < blocks)
+    few_rows<5, true, true>(a.gate_up, memory, block, blocks);
+  else
+    few_rows<4, false, true>(a.router, memory, block - blocks, tiles);
+}
+
+struct route_down_args {
+  route_sort_args route;
+  few_args down;
+};
+
+// route_sort and few_rows_4 in one launch. The first block, which has the longer way, routes.
+KERNEL(512, 2) route_down(const route_down_args a) {
+  DYNAMIC_SHARED(memory);
+  if (blockIdx.x == 0)
+    route_and_sort(a.route, memory);
+  else
+    few_rows<4, false, true>(a.down, memory, blockIdx.x - 1, gridDim.x - 1);
 }

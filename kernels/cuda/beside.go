@@ -1,0 +1,49 @@
+package cuda
+
+import "github.com/moeserve/moeserve/kernels"
+
+// routerGateUp enqueues one kernel, if few_rows computes both GEMMs and all blocks run at once; else one after
+// the other.
+func (l *streamState) routerGateUp(o *kernels.RouterGateUp) error {
+	gateUp, _ := o.GateUp.Apart()
+	// A block for each tile of the router, the others take turns with those of gate/up.
+	router, columns := ceil(o.Router.W.Shape[0], 16), o.GateUp.W.Shape[0]/2
+	blocks := min(ceil(columns, 8), l.b.multiprocessors-router)
+	if router > 0 && blocks > 0 && l.b.computesFewRows(&o.Router) && l.b.computesFewRows(&gateUp) &&
+		skinnyLoadsOf(columns, 8, blocks, gateUp.X.Shape[1]) <= skinnyLoads {
+		a := routerGateUpArgs{router: fewArguments(&o.Router, o.Router.Out.DType == kernels.F32), gateUp: fewArguments(&gateUp, false)}
+		a.gateUp.columns = int32(columns)
+		return launch(l, o.Name(), routerGateUp, grid{x: blocks + router, threads: skinnyThreads, shared: 5 * skinnyStageBytes}, &a)
+	}
+	if err := l.matmul(&o.Router); err != nil {
+		return err
+	}
+	return l.gatedMatmul(&o.GateUp)
+}
+
+// routeDown enqueues one kernel, if one block has threads enough to route and sort, few_rows computes the GEMM
+// and all blocks run at once; else one after the other.
+func (l *streamState) routeDown(o *kernels.RouteDown) error {
+	threads, down := routeSortThreads(&o.Route), &o.Down
+	blocks := min(ceil(down.W.Shape[0], 16), l.b.multiprocessors-1)
+	if !o.Route.Order.None() && threads > 0 && threads <= skinnyThreads && blocks > 0 && l.b.computesFewRows(down) {
+		loads := skinnyLoadsOf(down.W.Shape[0], 16, blocks, down.X.Shape[1])
+		shared := max(min(loads, 4)*skinnyStageBytes, routeSortShared(&o.Route, skinnyThreads))
+		if loads <= skinnyLoads && shared <= 4*skinnyStageBytes {
+			return launch(l, o.Name(), routeDown, grid{x: 1 + blocks, threads: skinnyThreads, shared: shared}, &routeDownArgs{
+				route: routeArguments(&o.Route), down: fewArguments(down, down.Out.DType == kernels.F32),
+			})
+		}
+	}
+	if err := l.route(&o.Route); err != nil {
+		return err
+	}
+	return l.matmul(down)
+}
+
+// computesFewRows reports whether few_rows computes o on devices whose blocks may use much shared memory, of which
+// this is one.
+func (b *Backend) computesFewRows(o *kernels.MatMul) bool {
+	rows := o.X.Shape[0]
+	return b.largeSmem && !b.o.BatchInvariant && o.X.DType == b.o.Activation && rows > 0 && rows <= maxSkinnyRows && b.sameTypes(o)
+}

@@ -1,0 +1,1 @@
+../../src/route_sort.cuh

@@ -1,0 +1,172 @@
+package kernelstest
+
+import (
+	"bytes"
+	"fmt"
+
+	"github.com/moeserve/moeserve/kernels"
+)
+
+// together runs op, which writes to outs, and then the parts that it replaces one after the other: both have
+// the same bits.
+func (r *rig) together(op kernels.Op, outs []tensor, parts ...kernels.Op) {
+	r.Helper()
+	for _, t := range outs {
+		t.writes()
+	}
+	r.do(op)
+	bits := make([][]byte, len(outs))
+	for i, t := range outs {
+		bits[i] = bytes.Clone(t.buffer.after)
+	}
+	r.do(parts...)
+	for i, t := range outs {
+		r.alike(t, bits[i], "the parts one after the other")
+	}
+}
+
+func testRouterGateUp(r *rig) {
+	type shape struct{ n, a, experts, wide int }
+	shapes := []shape{
+		{1, 16, 5, 1}, {1, 2048, 61, 130}, {3, 272, 61, 60}, {8, 1032, 9, 33}, {8, 2048, 61, 24}, {2, 3080, 129, 16}, {5, 64, 16, 1100},
+		{9, 64, 8, 24}, {40, 48, 61, 18},
+	}
+	if r.o.Full {
+		shapes = append(shapes, shape{1, 2048, 61, 5632}, shape{8, 2048, 61, 5632}) // Qwen1.5-MoE
+	}
+	for i, s := range shapes {
+		for j, w := range r.o.Weights {
+			if s.a*s.wide > 1<<20 && j > 0 {
+				continue
+			}
+			// Each part may have an X of its own, with another number of rows.
+			apart := (i+j)%3 == 2
+			r.run(fmt.Sprintf("%+v/%s/apart=%v", s, w, apart), func(r *rig) {
+				x := r.normal(r.rows((i+j)%2 == 0, "Router.X", r.act, s.n, s.a), 0, 1)
+				other := x
+				if apart {
+					other = r.normal(r.rows((i+j)%2 == 1, "GateUp.X", r.act, s.n+1, s.a), 0, 1)
+				}
+				router, weight := r.weights("Router.W", w, s.experts, s.a), r.weights("GateUp.W", w, 2*s.wide, s.a)
+				bias, biasArg := optional(i%2 == 0, func() tensor { return r.normal(r.dense("Bias", w, s.experts), 0, 1) })
+				scores := r.rows((i+j)%2 == 1, "Router.Out", kernels.F32, s.n, s.experts)
+				all := r.rows(i%2 == 1, "GateUp.Out", r.act, other.Shape[0], 2*s.wide)
+				all.writes()
+				out := tensor{all.Narrow(1, 0, s.wide), all.buffer}
+				op := kernels.RouterGateUp{
+					Router: kernels.MatMul{X: x.Tensor, W: router.Tensor, Bias: biasArg, Out: scores.Tensor},
+					GateUp: kernels.GatedMatMul{X: other.Tensor, W: weight.Tensor, Out: all.Tensor},
+				}
+				r.together(&op, []tensor{scores, out}, &op.Router, &op.GateUp)
+				for n := range s.n {
+					want := make([]float64, s.experts)
+					for c := range want {
+						want[c] = dot(x.row(n), router.row(c))
+						if !bias.None() {
+							want[c] += bias.row()[c]
+						}
+					}
+					r.close(scores, scores.got(n), want, 0.2, n)
+				}
+				columns := r.sampled(s.wide, other.Shape[0]*s.a*s.wide)
+				for n := range other.Shape[0] {
+					var want []float64
+					for _, c := range columns {
+						want = append(want, silu(dot(other.row(n), weight.row(c)))*dot(other.row(n), weight.row(s.wide+c)))
+					}
+					r.close(out, pick(out.got(n), columns), want, 0.3, n)
+				}
+			})
+		}
+	}
+}
+
+func testRouteDown(r *rig) {
+	type shape struct {
+		n, experts, k int
+		method        kernels.RouteMethod
+		a, m          int // of the down projection
+	}
+	shapes := []shape{
+		{1, 60, 4, kernels.Softmax, 5632, 48}, {3, 60, 4, kernels.Softmax, 1032, 130}, {8, 60, 4, kernels.Softmax, 2048, 40},
+		{1, 4, 1, kernels.SoftmaxRenorm, 16, 7}, {5, 8, 2, kernels.SoftmaxRenorm, 272, 33}, {8, 64, 8, kernels.SoftmaxRenorm, 64, 2000},
+		{2, 200, 8, kernels.Softmax, 72, 20}, {5, 80, 3, kernels.SoftmaxRenorm, 48, 16}, // rows of several warps, and some more
+		{4, 128, 8, kernels.SoftmaxRenorm, 48, 16}, {3, 16, 2, kernels.SparseMixer, 1104, 18}, {8, 40, 2, kernels.SparseMixer, 64, 24},
+		{8, 128, 8, kernels.SoftmaxRenorm, 48, 16}, {9, 60, 4, kernels.Softmax, 64, 24}, {40, 60, 4, kernels.Softmax, 48, 18},
+	}
+	if r.o.Full {
+		shapes = append(shapes, shape{1, 60, 4, kernels.Softmax, 5632, 2048}, shape{8, 60, 4, kernels.Softmax, 5632, 2048}) // Qwen1.5-MoE
+	}
+	for i, s := range shapes {
+		for j, w := range r.o.Weights {
+			if s.a*s.m > 1<<20 && j > 0 {
+				continue
+			}
+			r.run(fmt.Sprintf("%+v/%s", s, w), func(r *rig) { testRouteDownShape(r, i+j, s.n, s.experts, s.k, s.method, s.a, s.m, w) })
+		}
+	}
+}
+
+// testRouteDownShape routes n tokens beside a down projection of m rows of a weights. variant selects what is
+// optional.
+func testRouteDownShape(r *rig, variant, n, experts, k int, method kernels.RouteMethod, a, m int, w kernels.DType) {
+	const jitter = 0.01
+	logits := r.normal(r.rows(variant%4 != 3, "Logits", kernels.F32, n, experts), 0, 1.5)
+	ids, weights := r.dense("IDs", kernels.I32, n, k), r.dense("Weights", kernels.F32, n, k)
+	counts, countsArg := optional(variant%3 != 0, func() tensor {
+		return r.dense("Counts", kernels.I64, experts).set(func(i int) float64 { return float64(i) * 1e10 })
+	})
+	op := kernels.RouteDown{Route: kernels.Route{
+		Logits: logits.Tensor, Method: method, Jitter: jitter, IDs: ids.Tensor, Weights: weights.Tensor, Counts: countsArg,
+	}}
+	sorts := variant%5 != 4
+	var offsets, order tensor
+	outs := []tensor{ids, weights}
+	if sorts {
+		offsets, order = r.dense("Offsets", kernels.I32, experts+1), r.dense("Order", kernels.I32, n*k)
+		op.Route.Offsets, op.Route.Order = offsets.Tensor, order.Tensor
+		outs = append(outs, offsets, order)
+	}
+	if !countsArg.None() {
+		outs = append(outs, counts)
+	}
+	x := r.normal(r.rows(variant%2 == 0, "X", r.act, n, a), 0, 1)
+	weight := r.weights("W", w, m, a)
+	bias, biasArg := optional(variant%2 == 1, func() tensor { return r.normal(r.dense("Bias", w, m), 0, 1) })
+	out := r.rows(variant%2 == 1, "Out", r.act, n, m)
+	op.Down = kernels.MatMul{X: x.Tensor, W: weight.Tensor, Bias: biasArg, Out: out.Tensor}
+	r.together(&op, append(outs, out), &op.Route, &op.Down)
+
+	wantCounts := make([]float64, experts)
+	if !countsArg.None() {
+		wantCounts = counts.row()
+	}
+	selected := make([][]int, n)
+	columns := r.sampled(m, n*a*m)
+	for i := range n {
+		wantIDs, wantWeights := routeWant(method, jitter, logits.row(i), k)
+		r.exact(ids, wantIDs, i)
+		r.near(weights, wantWeights, i)
+		for _, id := range wantIDs {
+			wantCounts[int(id)]++
+			selected[i] = append(selected[i], int(id))
+		}
+		var want []float64
+		for _, c := range columns {
+			v := dot(x.row(i), weight.row(c))
+			if !bias.None() {
+				v += bias.row()[c]
+			}
+			want = append(want, v)
+		}
+		r.close(out, pick(out.got(i), columns), want, 0.2, i)
+	}
+	if sorts {
+		wantOffsets, wantOrder := sorted(selected, experts)
+		r.exact(offsets, asFloats(wantOffsets))
+		r.exact(order, asFloats(wantOrder))
+	}
+	if !countsArg.None() {
+		r.exact(counts, wantCounts)
+	}
+}
