@@ -1,6 +1,7 @@
 package forward
 
 import (
+	"fmt"
 	"math"
 
 	"github.com/moeserve/moeserve/device"
@@ -184,31 +185,64 @@ func (m *Model) Buffers(b *Batch) AttentionBuffers { return m.ws.attention.Rows(
 // residual and norms the sum. In an MoE layer it also runs the router, and the gate of the shared
 // expert, and with sorts does what SortByExpert does for b's tokens.
 func (m *Model) PostAttention(s device.Stream, layer int, b *Batch, sorts bool) error {
+	if err := m.projectOutput(s, layer, b); err != nil || m.Config.Dense[layer] {
+		return err
+	}
+	if err := m.matmul(s, layer, m.router(layer, b)); err != nil {
+		return err
+	}
+	m.ops.route = m.route(layer, b, sorts)
+	return m.enqueueLayer(s, layer, &m.ops.route)
+}
+
+// PostAttentionShared does what PostAttention, which sorts, and SharedExpert do for b's tokens, with the
+// same bits. The layer has a router and a shared expert, which may run at the same time.
+func (m *Model) PostAttentionShared(s device.Stream, layer int, b *Batch) error {
+	if m.Config.Dense[layer] || m.Config.SharedWidth == 0 {
+		return fmt.Errorf("forward: layer %d has no router with a shared expert beside it", layer)
+	}
+	if err := m.projectOutput(s, layer, b); err != nil {
+		return err
+	}
+	gateUp, down := m.sharedMLP(layer, b.Span)
+	m.ops.routerGateUp = kernels.RouterGateUp{Router: m.router(layer, b), GateUp: gateUp}
+	if err := m.enqueueLayer(s, layer, &m.ops.routerGateUp); err != nil {
+		return err
+	}
+	m.ops.routeDown = kernels.RouteDown{Route: m.route(layer, b, true), Down: down}
+	return m.enqueueLayer(s, layer, &m.ops.routeDown)
+}
+
+// projectOutput applies the output projection, adds the result to the residual and norms the sum.
+func (m *Model) projectOutput(s device.Stream, layer int, b *Batch) error {
 	c, w := m.Config, &m.Weights.Layers[layer]
-	x, h := b.slice(m.ws.x, 1), b.slice(m.ws.h, 1)
+	x := b.slice(m.ws.x, 1)
 	if err := m.matmul(s, layer, kernels.MatMul{X: b.slice(m.ws.attention.Output, 1), W: w.O, Bias: w.OBias, Out: x}); err != nil {
 		return err
 	}
-	err := m.norm(s, layer, kernels.Norm{
-		Kind: c.Norm, X: x, Residual: b.slice(m.ws.residual, 1), Weight: w.PostNorm, Bias: w.PostNormBias, Eps: c.NormEps, Out: h,
+	return m.norm(s, layer, kernels.Norm{
+		Kind: c.Norm, X: x, Residual: b.slice(m.ws.residual, 1), Weight: w.PostNorm, Bias: w.PostNormBias, Eps: c.NormEps, Out: b.slice(m.ws.h, 1),
 	})
-	if err != nil || c.Dense[layer] {
-		return err
-	}
-	at := &m.ws.routing
-	scores := b.slice(at.scores, 1)
-	if err := m.matmul(s, layer, kernels.MatMul{X: h, W: w.Router, Bias: w.RouterBias, Out: scores}); err != nil {
-		return err
-	}
-	m.ops.route = kernels.Route{
-		Logits: scores.Narrow(1, 0, c.Experts), Method: c.Route, Jitter: c.Jitter,
+}
+
+// router computes the scores of experts, and of the gate of the shared one.
+func (m *Model) router(layer int, b *Batch) kernels.MatMul {
+	w := &m.Weights.Layers[layer]
+	return kernels.MatMul{X: b.slice(m.ws.h, 1), W: w.Router, Bias: w.RouterBias, Out: b.slice(m.ws.routing.scores, 1)}
+}
+
+// route selects experts by the router's scores, and with sorts does what SortByExpert does.
+func (m *Model) route(layer int, b *Batch, sorts bool) kernels.Route {
+	c, at := m.Config, &m.ws.routing
+	o := kernels.Route{
+		Logits: b.slice(at.scores, 1).Narrow(1, 0, c.Experts), Method: c.Route, Jitter: c.Jitter,
 		IDs: b.slice(at.ids, 1), Weights: b.slice(at.weights, 1),
 		Counts: kernels.New(m.ws.counts.Slice(layer, layer+1).Addr, kernels.I64, c.Experts),
 	}
 	if sorts {
-		m.ops.route.Offsets, m.ops.route.Order = at.offsets, b.slice(at.order, c.TopK)
+		o.Offsets, o.Order = at.offsets, b.slice(at.order, c.TopK)
 	}
-	return m.enqueueLayer(s, layer, &m.ops.route)
+	return o
 }
 
 // split returns the queries, keys and values in the rows of the QKV projection.

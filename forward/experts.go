@@ -30,7 +30,8 @@ func (m *Model) ExpertOutputs(r Span) kernels.Tensor {
 // MLP runs a dense layer's MLP on tokens r of the step.
 func (m *Model) MLP(s device.Stream, layer int, r Span) error {
 	w := &m.Weights.Layers[layer]
-	return m.gatedMLP(s, layer, w.GateUp, w.Down, r.slice(m.ws.h, 1), r.slice(m.ws.x, 1))
+	gateUp, down := m.mlp(w.GateUp, w.Down, r, m.ws.x)
+	return m.runMLP(s, layer, gateUp, down)
 }
 
 // SortByExpert sorts the (token, expert) pairs of tokens r by expert. It runs once per MoE
@@ -80,8 +81,8 @@ func (m *Model) SharedExpert(s device.Stream, layer int, r Span) error {
 	if m.Config.SharedWidth == 0 {
 		return nil
 	}
-	w, h := &m.Weights.Layers[layer], r.slice(m.ws.h, 1)
-	return m.gatedMLP(s, layer, w.SharedGateUp, w.SharedDown, h, r.slice(m.ws.mlp.shared, 1))
+	gateUp, down := m.sharedMLP(layer, r)
+	return m.runMLP(s, layer, gateUp, down)
 }
 
 // Experts runs one wave of the layer's routed experts on tokens r: the experts in list ([n]
@@ -136,13 +137,24 @@ func (m *Model) Combine(s device.Stream, layer int, r Span) error {
 	return m.enqueueLayer(s, layer, &m.ops.combined)
 }
 
-// gatedMLP computes down(silu(gate h) * up h) into out.
-func (m *Model) gatedMLP(s device.Stream, layer int, gateUp, down, h, out kernels.Tensor) error {
-	wide := gateUp.Shape[0] / 2
+// sharedMLP returns the GEMMs of a layer's shared expert on tokens r.
+func (m *Model) sharedMLP(layer int, r Span) (kernels.GatedMatMul, kernels.MatMul) {
+	w := &m.Weights.Layers[layer]
+	return m.mlp(w.SharedGateUp, w.SharedDown, r, m.ws.mlp.shared)
+}
+
+// mlp returns the GEMMs that compute down(silu(gate h) * up h) of tokens r into out, which is for all tokens.
+func (m *Model) mlp(gateUp, down kernels.Tensor, r Span, out kernels.Tensor) (kernels.GatedMatMul, kernels.MatMul) {
+	h, wide := r.slice(m.ws.h, 1), gateUp.Shape[0]/2
 	both := kernels.New(m.ws.mlp.gateUp.Addr, m.ws.mlp.gateUp.DType, h.Shape[0], 2*wide)
-	m.ops.gated = kernels.GatedMatMul{X: h, W: gateUp, Out: both}
+	return kernels.GatedMatMul{X: h, W: gateUp, Out: both}, kernels.MatMul{X: both.Narrow(1, 0, wide), W: down, Out: r.slice(out, 1)}
+}
+
+// runMLP enqueues both GEMMs.
+func (m *Model) runMLP(s device.Stream, layer int, gateUp kernels.GatedMatMul, down kernels.MatMul) error {
+	m.ops.gated = gateUp
 	if err := m.enqueueLayer(s, layer, &m.ops.gated); err != nil {
 		return err
 	}
-	return m.matmul(s, layer, kernels.MatMul{X: both.Narrow(1, 0, wide), W: down, Out: out})
+	return m.matmul(s, layer, down)
 }

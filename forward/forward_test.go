@@ -222,10 +222,15 @@ func (r *rig) step(group ...*HostBatch) []Batch {
 		check(r.t, m.Embed(s, &batches[i]))
 	}
 	for layer := range m.Config.Layers {
+		shared := len(batches) == 1 && !m.Config.Dense[layer] && m.Config.SharedWidth > 0
 		for i := range batches {
 			b := &batches[i]
 			check(r.t, m.Attend(s, layer, b, r.attention))
-			check(r.t, m.PostAttention(s, layer, b, len(batches) == 1))
+			if shared {
+				check(r.t, m.PostAttentionShared(s, layer, b))
+			} else {
+				check(r.t, m.PostAttention(s, layer, b, len(batches) == 1))
+			}
 		}
 		if m.Config.Dense[layer] {
 			check(r.t, m.MLP(s, layer, Span{Rows: rows}))
@@ -237,7 +242,9 @@ func (r *rig) step(group ...*HostBatch) []Batch {
 		if len(batches) > 1 {
 			check(r.t, m.SortByExpert(s, layer, Span{Rows: rows}))
 		}
-		check(r.t, m.SharedExpert(s, layer, Span{Rows: rows}))
+		if !shared {
+			check(r.t, m.SharedExpert(s, layer, Span{Rows: rows}))
+		}
 		for _, list := range r.waves {
 			check(r.t, m.Experts(s, layer, Span{Rows: rows}, r.slots[layer], list, r.layout))
 		}

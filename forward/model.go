@@ -28,25 +28,27 @@ type Model struct {
 // arguments are the argument structs of a model's operations, reused by every call so that they
 // do not escape to the heap.
 type arguments struct {
-	embed    kernels.Embed
-	norm     kernels.Norm
-	matmul   kernels.MatMul
-	clamp    kernels.Clamp
-	rope     kernels.RoPE
-	attend   kernels.RoPEAttention
-	route    kernels.Route
-	sort     kernels.SortByExpert
-	up       kernels.ExpertUp
-	down     kernels.ExpertDown
-	combine  kernels.Combine
-	combined kernels.CombineNorm
-	gated    kernels.GatedMatMul
-	gather   kernels.Gather
-	mask     kernels.Mask
-	sample   kernels.Sample
-	adjust   kernels.Adjust
-	restore  kernels.Restore
-	probs    kernels.LogProbs
+	embed        kernels.Embed
+	norm         kernels.Norm
+	matmul       kernels.MatMul
+	clamp        kernels.Clamp
+	rope         kernels.RoPE
+	attend       kernels.RoPEAttention
+	route        kernels.Route
+	sort         kernels.SortByExpert
+	up           kernels.ExpertUp
+	down         kernels.ExpertDown
+	combine      kernels.Combine
+	combined     kernels.CombineNorm
+	gated        kernels.GatedMatMul
+	routerGateUp kernels.RouterGateUp
+	routeDown    kernels.RouteDown
+	gather       kernels.Gather
+	mask         kernels.Mask
+	sample       kernels.Sample
+	adjust       kernels.Adjust
+	restore      kernels.Restore
+	probs        kernels.LogProbs
 }
 
 // Backend is what the model's operations run on.

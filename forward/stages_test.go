@@ -525,6 +525,9 @@ func TestNoAllocations(t *testing.T) {
 				check(t, m.PredictNext(nil, layer, 10))
 				check(t, m.SortByExpert(nil, layer, Span{Rows: 10}))
 				check(t, m.SharedExpert(nil, layer, Span{Rows: 10}))
+				if c.SharedWidth > 0 {
+					check(t, m.PostAttentionShared(nil, layer, &batch))
+				}
 				check(t, m.Experts(nil, layer, Span{Rows: 10}, slots, list, layout))
 				check(t, m.Combine(nil, layer, Span{Rows: 10}))
 			}

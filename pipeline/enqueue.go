@@ -197,6 +197,8 @@ func (q *enqueuer) enqueue(ctx context.Context, a Action, f *stepState) (err err
 		return q.attention.await(owner.stream, b, f.meter)
 	case Route:
 		return owner.model.PostAttention(owner.stream, a.Layer, &b.batch, sorted)
+	case RouteShared:
+		return owner.model.PostAttentionShared(owner.stream, a.Layer, &b.batch)
 	case RouterToHost:
 		if q.cpu != nil {
 			if err := q.cpu.copyInput(x, tokens); err != nil {

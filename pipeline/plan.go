@@ -34,6 +34,9 @@ const (
 	// Route runs what follows attention: output projection, norm, and, in an MoE layer, the
 	// router.
 	Route
+	// RouteShared is Route of a micro-batch that is all of its group, and SharedExpert of that
+	// group: the router and the shared expert may run at the same time.
+	RouteShared
 	// RouterToHost copies the expert ids that a layer's router selected to the host.
 	RouterToHost
 	// PredictNext runs a later layer's router on the current hidden state, and copies the
@@ -72,7 +75,7 @@ const (
 )
 
 var kindNames = [...]string{
-	"upload", "embed", "resolve", "resolve-on-demand", "prefetch", "page-prefetch", "attention", "project-qkv", "await-attention", "route", "router-to-host", "predict-next",
+	"upload", "embed", "resolve", "resolve-on-demand", "prefetch", "page-prefetch", "attention", "project-qkv", "await-attention", "route", "route-shared", "router-to-host", "predict-next",
 	"shared-expert", "routed-experts", "run-resident", "compute-on-cpu", "fetch-chosen", "run-fetched", "release", "prefetch-predicted", "mlp", "feed-forward", "head",
 }
 
@@ -81,7 +84,7 @@ func (k Kind) String() string { return kindNames[k] }
 // launchesKernels reports whether an action enqueues kernels on the compute stream.
 func (k Kind) launchesKernels() bool {
 	switch k {
-	case Embed, Attention, ProjectQKV, Route, PredictNext, SharedExpert, RoutedExperts, RunResident, RunFetched, MLP, FeedForward, Head:
+	case Embed, Attention, ProjectQKV, Route, RouteShared, PredictNext, SharedExpert, RoutedExperts, RunResident, RunFetched, MLP, FeedForward, Head:
 		return true
 	}
 	return false
@@ -100,7 +103,7 @@ func (k Kind) endsLayer() bool {
 // the whole step.
 func (k Kind) perMicroBatch() bool {
 	switch k {
-	case Upload, Embed, PagePrefetch, Attention, ProjectQKV, AwaitAttention, Route, FeedForward, Head:
+	case Upload, Embed, PagePrefetch, Attention, ProjectQKV, AwaitAttention, Route, RouteShared, FeedForward, Head:
 		return true
 	}
 	return false
@@ -121,7 +124,7 @@ func (a Action) String() string {
 	switch a.Kind {
 	case Upload, Embed, Head:
 		return fmt.Sprintf("%s mb=%d", a.Kind, a.MicroBatch)
-	case PagePrefetch, Attention, ProjectQKV, AwaitAttention, Route, FeedForward:
+	case PagePrefetch, Attention, ProjectQKV, AwaitAttention, Route, RouteShared, FeedForward:
 		return fmt.Sprintf("%s layer=%d mb=%d", a.Kind, a.Layer, a.MicroBatch)
 	case SharedExpert, RoutedExperts, MLP:
 		if a.Group > 0 {
@@ -183,7 +186,7 @@ func Layerwise(s Shape) []Action {
 	next := nextMoE(s.MoE)
 	return s.layers(func(p []Action, layer int) []Action {
 		p = append(p, Action{Kind: Resolve, Layer: layer}, Action{Kind: Prefetch, Layer: next[layer]})
-		return s.experts(s.attention(p, layer), layer)
+		return s.moeLayer(p, layer)
 	})
 }
 
@@ -211,13 +214,10 @@ func OverlappedCPUAttention(s Shape) []Action {
 			for mb := s.firstMicroBatch(g); mb < s.firstMicroBatch(g+1); mb++ {
 				p = append(p, Action{Kind: AwaitAttention, Layer: layer, MicroBatch: mb}, Action{Kind: Route, Layer: layer, MicroBatch: mb})
 			}
-			switch {
-			case !moe:
+			if moe {
+				p = s.experts(p, layer, g)
+			} else {
 				p = append(p, Action{Kind: MLP, Layer: layer, Group: g})
-			case s.SharedExpert:
-				p = append(p, Action{Kind: SharedExpert, Layer: layer, Group: g}, Action{Kind: RoutedExperts, Layer: layer, Group: g})
-			default:
-				p = append(p, Action{Kind: RoutedExperts, Layer: layer, Group: g})
 			}
 			if moe && g == s.groups()-1 {
 				p = append(p, Action{Kind: Release, Layer: layer})
@@ -291,14 +291,14 @@ func OnDemand(s Shape) []Action {
 	predicts := func(layer int) bool { return next[layer] >= 0 && !s.Unpredicted }
 	return s.layers(func(p []Action, layer int) []Action {
 		if !s.Offloaded[layer] {
-			return s.experts(s.attention(append(p, Action{Kind: Resolve, Layer: layer}), layer), layer)
+			return s.moeLayer(append(p, Action{Kind: Resolve, Layer: layer}), layer)
 		}
 		p = s.attention(append(p, Action{Kind: ResolveOnDemand, Layer: layer}), layer)
 		p = append(p, Action{Kind: RouterToHost, Layer: layer})
 		if predicts(layer) {
 			p = append(p, Action{Kind: PredictNext, Layer: next[layer]})
 		}
-		p = append(s.shared(p, layer), Action{Kind: RunResident, Layer: layer})
+		p = append(s.shared(p, layer, 0), Action{Kind: RunResident, Layer: layer})
 		if s.CPUExperts {
 			p = append(p, Action{Kind: ComputeOnCPU, Layer: layer})
 		}
@@ -314,7 +314,7 @@ func OnDemand(s Shape) []Action {
 // lie: as Layerwise, with nothing to fetch.
 func InPlace(s Shape) []Action {
 	return s.layers(func(p []Action, layer int) []Action {
-		return s.experts(s.attention(append(p, Action{Kind: Resolve, Layer: layer}), layer), layer)
+		return s.moeLayer(append(p, Action{Kind: Resolve, Layer: layer}), layer)
 	})
 }
 
@@ -382,15 +382,26 @@ func (s Shape) attention(p []Action, layer int) []Action {
 	return p
 }
 
-func (s Shape) shared(p []Action, layer int) []Action {
+func (s Shape) shared(p []Action, layer, group int) []Action {
 	if s.SharedExpert {
-		p = append(p, Action{Kind: SharedExpert, Layer: layer})
+		p = append(p, Action{Kind: SharedExpert, Layer: layer, Group: group})
 	}
 	return p
 }
 
-func (s Shape) experts(p []Action, layer int) []Action {
-	return append(s.shared(p, layer), Action{Kind: RoutedExperts, Layer: layer}, Action{Kind: Release, Layer: layer})
+// experts appends the experts of a group, right behind Route of its micro-batches.
+func (s Shape) experts(p []Action, layer, group int) []Action {
+	if s.SharedExpert && s.microBatchesOf(group) == 1 {
+		p[len(p)-1].Kind = RouteShared
+	} else {
+		p = s.shared(p, layer, group)
+	}
+	return append(p, Action{Kind: RoutedExperts, Layer: layer, Group: group})
+}
+
+// moeLayer appends attention and experts of a layer that waits for nothing on the host.
+func (s Shape) moeLayer(p []Action, layer int) []Action {
+	return append(s.experts(s.attention(p, layer), layer, 0), Action{Kind: Release, Layer: layer})
 }
 
 // nextMoE returns for each layer the next MoE layer, continuing with the first layer after

@@ -53,7 +53,7 @@ func TestPlanOrder(t *testing.T) {
 	for _, layers := range []string{"M", "L", "D", "MM", "DM", "MD", "ML", "LM", "MDM", "LML", "DDMMD", "MLDLM", "MMMMMMM"} {
 		for mbs := 1; mbs <= 5; mbs++ {
 			s := shape(layers)
-			s.MicroBatches, s.SharedExpert = mbs, mbs == 2
+			s.MicroBatches, s.SharedExpert = mbs, mbs <= 2
 			checkOrder(t, "layerwise", layers, s)
 			for _, s.HostAttention = range []bool{false, true} {
 				for _, s.CPUExperts = range []bool{true, false} {
@@ -119,6 +119,9 @@ func checkOrder(t *testing.T, name, layers string, s Shape) {
 		for mb := range s.MicroBatches {
 			attention, route := Action{Kind: Attention, Layer: l, MicroBatch: mb}, Action{Kind: Route, Layer: l, MicroBatch: mb}
 			work := o.work(name, s, l, mb)
+			if routesShared(name, s, l, mb) {
+				route.Kind = RouteShared
+			}
 			if s.HostAttention {
 				attention.Kind = ProjectQKV
 				o.in(attention, Action{Kind: AwaitAttention, Layer: l, MicroBatch: mb}, route)
@@ -137,6 +140,13 @@ func checkOrder(t *testing.T, name, layers string, s Shape) {
 	if len(o.checked) != len(o.at) {
 		t.Errorf("%s: %d different actions, %d of them checked:\n%s", o.what, len(o.at), len(o.checked), format(o.plan))
 	}
+}
+
+// routesShared reports whether the router of a micro-batch and the shared expert are one action: where that runs on no
+// other tokens, and nothing has to come between.
+func routesShared(name string, s Shape, l, mb int) bool {
+	alone := s.MicroBatches == 1 || name == "overlapped-cpu-attention" && s.microBatchesOf(s.groupOf(mb)) == 1
+	return s.SharedExpert && s.MoE[l] && alone && name != "cgopipe" && !(name == "on-demand" && s.Offloaded[l])
 }
 
 // work returns the actions of a layer for a micro-batch after its router.
@@ -172,7 +182,7 @@ func (o *order) work(name string, s Shape, l, mb int) []Action {
 		return []Action{of(RouterToHost), of(RunResident), of(FetchChosen), of(RunFetched)}
 	}
 	experts := Action{Kind: RoutedExperts, Layer: l, Group: group}
-	if s.SharedExpert {
+	if s.SharedExpert && !routesShared(name, s, l, mb) {
 		return []Action{{Kind: SharedExpert, Layer: l, Group: group}, experts}
 	}
 	return []Action{experts}
