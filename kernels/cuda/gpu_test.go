@@ -52,7 +52,7 @@ const mostSpilled = 64
 // mostCode is how many bytes of instructions for compute capability 9.0 a kernel of few rows may have: it takes most of its
 // time to bring them.
 var mostCode = map[string]uint64{
-	"attention_128_wide": 24 << 10, "rope_attention_128_wide": 26 << 10, "norm_rope_attention_128_wide": 31 << 10, "route_sort": 18 << 10, "few_rows_4": 6 << 10, "router_gate_up": 15 << 10, "route_down": 21 << 10, "combine_norm_few_256": 11 << 10, "combine_norm_few_512": 11 << 10,
+	"attention_128_wide": 24 << 10, "rope_attention_128_wide": 26 << 10, "norm_rope_attention_128_wide": 31 << 10, "route_sort": 18 << 10, "few_rows_4": 6 << 10, "router_gate_up": 16 << 10, "route_down": 22 << 10, "combine_norm_few_256": 11 << 10, "combine_norm_few_512": 11 << 10,
 	"norm_few_256": 8 << 10, "norm_few_512": 8 << 10, "rope_append_kv_few": 5 << 10, "norm_rope_append_kv_few": 10 << 10,
 }
 

@@ -30,22 +30,23 @@ struct route_sort_args {
 
 // Routes few rows and sorts their pairs, in one block with a thread for each row and expert, in
 // whole warps of a row, and any number of warps more: a thread counts the experts that are selected
-// before its own. Weights have the bits of route. Shared memory, in words: keys and terms of a sum of each thread; of each pair
-// its expert, its key and its weight; for each 32 pairs the number of each expert's, then of those
-// before; the first pair of each expert.
+// before its own. Weights have the bits of route. Shared memory, in words: keys and terms of a sum
+// of each thread; of each pair its expert, its key and its weight; for each 32 pairs the number of
+// each expert's, then of those before; the first pair of each expert.
 DEVICE void route_and_sort(const route_sort_args &args, unsigned char *memory) {
   launch_dependents();
   const route_args &a = args.route;
-  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, across = (a.experts + 31) / 32;  // warps of a row
-  int row = min(warp / across, (int)a.rows - 1), group = warp % across, expert = group * 32 + lane, threads = blockDim.x;
-  int pairs = (int)a.rows * a.k, parts = (pairs + 31) / 32, first = row * a.k;
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows = (int)a.rows, across = (a.experts + 31) / 32;  // warps of a row
+  int row = min(warp / across, rows - 1);  // warps that are too many read the last one's
+  int group = warp % across, expert = group * 32 + lane, threads = blockDim.x;
+  int pairs = rows * a.k, parts = (pairs + 31) / 32, first = row * a.k;
   u32 *keys = (u32 *)memory, *best = keys + threads;
   float *terms = (float *)(best + pairs), *weights = terms + threads;
   int *ids = (int *)(weights + pairs), *counts = ids + pairs, *firsts = counts + parts * a.experts;
 #pragma unroll 1
   for (int i = threadIdx.x; i < parts * a.experts; i += threads) counts[i] = 0;
   wait_dependencies();
-  bool there = expert < a.experts && warp < a.rows * across;
+  bool there = expert < a.experts && warp < rows * across;
   u32 key = there ? score_key(((const float *)a.logits)[row * a.stride + expert]) : 0;
   float score = key_score(key);
   keys[threadIdx.x] = key;
