@@ -1,10 +1,11 @@
 package kernels
 
-// RouterGateUp computes a router's scores and, independently of them, the gate/up projection of the
-// shared expert, with the bits of both one after the other.
+// RouterGateUp runs Router, which computes the scores of experts, and GateUp, the gate/up projection of
+// a shared expert, with the bits of both one after the other. A backend may run them at the same time:
+// neither writes what the other one reads or writes.
 type RouterGateUp struct {
-	Router MatMul      // of W [E, A], or of more rows
-	GateUp GatedMatMul // writes nothing that Router reads or writes
+	Router MatMul
+	GateUp GatedMatMul // its X has the type of Router's, and is mostly the same
 }
 
 // Name implements Op.
@@ -37,11 +38,11 @@ func (o *RouterGateUp) Declare(d *Decl) {
 	}
 }
 
-// RouteDown routes tokens and, independently of that, computes the down projection of the shared
-// expert, with the bits of both one after the other.
+// RouteDown runs Route and Down, the down projection of a shared expert, with the bits of both one after
+// the other. A backend may run them at the same time: neither writes what the other one reads or writes.
 type RouteDown struct {
 	Route Route
-	Down  MatMul // writes nothing that Route reads or writes, and reads nothing that Route writes
+	Down  MatMul
 }
 
 // Name implements Op.
