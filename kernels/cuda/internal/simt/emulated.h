@@ -29,7 +29,7 @@ static inline float2 make_float2(float x, float y) { return {x, y}; }
 #define KERNEL(threads, blocks) static void
 #define DEVICE inline
 #define DYNAMIC_SHARED(name) unsigned char *name = simt::shared_memory()
-#define __shared__ static
+#define __shared__ static __thread
 #define __grid_constant__
 #define threadIdx simt::thread()
 #define blockIdx simt::block_index
@@ -115,10 +115,8 @@ static inline u32 __ballot_sync(u32, bool v) {
 static inline float from_bf16(u16 b) { return bits<float>((u32)b << 16); }
 
 static inline float from_f16(u16 h) {
-  int exponent = h >> 10 & 31, fraction = h & 1023;
-  float v = exponent == 31  ? (fraction ? NAN : INFINITY)
-            : exponent == 0 ? ldexpf((float)fraction, -24)
-                            : ldexpf((float)(fraction + 1024), exponent - 25);
+  // Exponent and fraction, where a float has its own; its exponents start 112 lower.
+  float v = (h & 0x7c00) == 0x7c00 ? (h & 1023 ? NAN : INFINITY) : bits<float>((u32)(h & 0x7fff) << 13) * 0x1p112f;
   return h & 0x8000 ? -v : v;
 }
 
@@ -145,6 +143,17 @@ static inline u32 pack_f16(float lo, float hi) { return round_f16(lo) | (u32)rou
 static inline float exp2_fast(float x) { return exp2f(x); }
 static inline float log2_fast(float x) { return log2f(x); }
 
+// Four elements of D: (row 0, column 0), (0, 1), (1, 0), (1, 1). Vectors take a quarter of the time.
+typedef float four __attribute__((vector_size(16)));
+static inline four of_rows(float first, float second) { return four{first, first, second, second}; }
+
+// Adds products of two rows and two columns, of 16 elements k each.
+static inline void add_products(float *d, const four (&rows)[16], const float (&columns)[16][2]) {
+  four sum = {};
+  for (int k = 0; k < 16; k++) sum += rows[k] * four{columns[k][0], columns[k][1], columns[k][0], columns[k][1]};
+  for (int i = 0; i < 4; i++) d[i] += sum[i];
+}
+
 // Lane l of A (16 x 16) holds rows l/4 (words 0, 2) and l/4 + 8 (1, 3), columns
 // 2 (l%4) and its neighbor, from 8 on in words 2 and 3; of B (16 x 8) column l/4,
 // rows 2 (l%4) and its neighbor, from 8 on in word 1; of D (16 x 8) rows l/4 (0, 1)
@@ -154,16 +163,15 @@ static inline void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   simt::message m = {{a[0], a[1], a[2], a[3], b0, b1}};
   const simt::message *all = simt::meet_warp(m);
   int lane = simt::lane();
-  for (int i = 0; i < 4; i++) {
-    int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-    float sum = 0;
-    for (int k = 0; k < 16; k++) {
-      u32 aw = all[row % 8 * 4 + k % 8 / 2].words[row / 8 + k / 8 * 2];
-      u32 bw = all[column * 4 + k % 8 / 2].words[4 + k / 8];
-      sum += widen((u16)(aw >> k % 2 * 16)) * widen((u16)(bw >> k % 2 * 16));
-    }
-    d[i] += sum;
+  four rows[16];
+  float columns[16][2];
+  for (int k = 0; k < 16; k++) {
+    int at = k % 8 / 2, half = k % 2 * 16;
+    const u32 *row = all[lane / 4 * 4 + at].words + k / 8 * 2;
+    rows[k] = of_rows(widen((u16)(row[0] >> half)), widen((u16)(row[1] >> half)));
+    for (int i = 0; i < 2; i++) columns[k][i] = widen((u16)(all[(lane % 4 * 2 + i) * 4 + at].words[4 + k / 8] >> half));
   }
+  add_products(d, rows, columns);
 }
 
 static inline void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply<from_bf16>(d, a, b0, b1); }

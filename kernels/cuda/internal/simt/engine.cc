@@ -2,6 +2,7 @@
 
 #include "engine.h"
 
+#include <link.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
@@ -11,15 +12,16 @@
 
 #include "simt.h"
 
-extern "C" char __executable_start, _end;  // the linker's: where the program lies
-
 namespace simt {
 
-index block_index, block_size, grid_size;
+__thread index block_index, block_size, grid_size;
+__thread unsigned current;
+__thread unsigned char *shared_end;
+__thread size_t shared_bytes;
 
 namespace {
 
-constexpr size_t stack_bytes = 256 << 10, shared_room = 256 << 10, page = 4096;
+constexpr size_t stack_bytes = 256 << 10, page = 4096;
 constexpr unsigned most_threads = 1024;
 
 struct pending_copy {
@@ -75,25 +77,31 @@ struct warp_group {
   unsigned meetings;
 };
 
-fiber fibers[most_threads];
-warp warps[most_threads / 32];
-warp_group groups[most_threads / 128];
-warp_group named[16];
-std::vector<later> laters;
-// What kernels in front are still to write, and what it is then. A block is in front until
-// its threads can do nothing more without.
-const simt_range *awaited;
-size_t awaited_count;
-std::vector<unsigned char> written;
-bool in_front, waited;
-unsigned char *stacks, *shared_end;
-size_t shared_bytes;
-void *scheduler;  // its stack pointer
-unsigned current, alive, arrived, meetings;
-uint64_t events, random_state;
-const simt_kernel *kernel;
-const void *arguments;
-char problem[256];
+// Each thread of the process has a multiprocessor of its own, from its first launch on: what is
+// declared __thread, and this.
+struct multiprocessor {
+  fiber fibers[most_threads];
+  warp warps[most_threads / 32];
+  std::vector<later> laters;
+  std::vector<unsigned char> written;  // what awaited is once kernels in front have written it
+};
+
+__thread multiprocessor *own;
+__thread warp_group groups[most_threads / 128];
+__thread warp_group named[16];
+// What kernels in front are still to write. A block is in front until its threads can do
+// nothing more without.
+__thread const simt_range *awaited;
+__thread size_t awaited_count;
+__thread bool in_front, waited;
+__thread unsigned char *stacks;
+__thread unsigned char *statics, *statics_end;  // where static shared memory lies
+__thread void *scheduler;                       // its stack pointer
+__thread unsigned alive, arrived, meetings;
+__thread uint64_t events, random_state;
+__thread const simt_kernel *kernel;
+__thread const void *arguments;
+__thread char problem[256];
 
 // Stores the callee's registers on the stack, the stack's pointer in *from, and goes
 // on at to.
@@ -121,7 +129,7 @@ simt_switch:
   .size simt_switch, .-simt_switch
 )");
 
-void yield() { simt_switch(&fibers[current].stack_pointer, scheduler); }
+void yield() { simt_switch(&own->fibers[current].stack_pointer, scheduler); }
 
 }  // namespace
 
@@ -137,7 +145,7 @@ namespace {
 
 void body() {
   kernel->run(arguments);
-  fiber &f = fibers[current];
+  fiber &f = own->fibers[current];
   if (!f.copies.empty()) fail("thread %u ends with %zu copies under way", current, f.copies.size());
   if (!f.products.empty()) fail("thread %u ends with %zu products under way", current, f.products.size());
   f.done = true;
@@ -149,7 +157,7 @@ void body() {
 }
 
 void prepare(unsigned i) {
-  fiber &f = fibers[i];
+  fiber &f = own->fibers[i];
   f.done = false, f.groups = f.product_groups = 0;
   f.copies.clear(), f.products.clear();
   void **top = (void **)(stacks + (i + 1) * stack_bytes);
@@ -183,16 +191,16 @@ void count(unsigned long long *barrier, int bytes, unsigned arrivals) {
 
 // Does one of laters, of a thread's its first.
 void do_later(size_t i) {
-  if (laters[i].thread >= 0)
+  if (own->laters[i].thread >= 0)
     for (size_t j = 0; j < i; j++)
-      if (laters[j].thread == laters[i].thread) i = j;
+      if (own->laters[j].thread == own->laters[i].thread) i = j;
   int bytes = 0;
-  for (const pending_copy &c : laters[i].copies) do_copy(c), bytes += c.bytes < 16 ? 16 : c.bytes;  // zeros count, too
-  if (laters[i].thread >= 0)
-    count(laters[i].barrier, 0, 1);
+  for (const pending_copy &c : own->laters[i].copies) do_copy(c), bytes += c.bytes < 16 ? 16 : c.bytes;  // zeros count, too
+  if (own->laters[i].thread >= 0)
+    count(own->laters[i].barrier, 0, 1);
   else
-    count(laters[i].barrier, -bytes, 0);
-  laters.erase(laters.begin() + i);
+    count(own->laters[i].barrier, -bytes, 0);
+  own->laters.erase(own->laters.begin() + i);
 }
 
 // Hides what is awaited, or shows it.
@@ -202,8 +210,8 @@ void hide(bool now) {
   for (size_t i = 0; i < awaited_count; i++) {
     size_t n = awaited[i].bytes;
     if (now) {
-      written.resize(at + n);
-      memcpy(written.data() + at, (void *)awaited[i].at, n);
+      own->written.resize(at + n);
+      memcpy(own->written.data() + at, (void *)awaited[i].at, n);
     }
     at += n;
   }
@@ -214,33 +222,42 @@ void hide(bool now) {
     if (now)
       memset((void *)awaited[i].at, 0xff, n);
     else
-      memcpy((void *)awaited[i].at, written.data() + at, n);
+      memcpy((void *)awaited[i].at, own->written.data() + at, n);
   }
   events++;
+}
+
+// The program's variables of one thread end at the thread pointer (the x86-64 ABI's second
+// variant); the program itself is the first of dl_iterate_phdr.
+int find_statics(dl_phdr_info *program, size_t, void *) {
+  asm("movq %%fs:0, %0" : "=r"(statics_end));
+  for (int i = 0; i < program->dlpi_phnum; i++)
+    if (program->dlpi_phdr[i].p_type == PT_TLS) statics = statics_end - (program->dlpi_phdr[i].p_memsz + program->dlpi_phdr[i].p_align);
+  return 1;
 }
 
 bool run_block() {
   unsigned threads = block_size.x;
   alive = threads, arrived = 0;
-  laters.clear();
+  own->laters.clear();
   waited = false;
   if (awaited_count > 0) hide(true);
   for (warp_group &g : groups) g.arrived = 0;
   for (warp_group &b : named) b.arrived = 0;
   memset(shared_end - shared_bytes, 0xff, shared_bytes);
   for (unsigned i = 0; i < threads; i++) prepare(i);
-  for (unsigned i = 0; i < threads / 32; i++) warps[i].arrived = 0;
+  for (unsigned i = 0; i < threads / 32; i++) own->warps[i].arrived = 0;
   while (alive > 0) {
     uint64_t before = events;
     unsigned start = random() % threads, backwards = random() & 1;
     for (unsigned i = 0; i < threads; i++) {
       current = (start + (backwards ? threads - i : i)) % threads;
-      if (!fibers[current].done) simt_switch(&scheduler, fibers[current].stack_pointer);
+      if (!own->fibers[current].done) simt_switch(&scheduler, own->fibers[current].stack_pointer);
     }
     if (problem[0]) break;
     if (in_front && events == before) hide(false);
     // Copies come at once, at some time, or when nothing goes on without them.
-    if (!laters.empty() && (events == before || random() % 4 == 0)) do_later(random() % laters.size());
+    if (!own->laters.empty() && (events == before || random() % 4 == 0)) do_later(random() % own->laters.size());
     if (events == before) {
       fail("%u threads wait for one another and never meet", alive);
       break;
@@ -248,15 +265,12 @@ bool run_block() {
   }
   if (in_front) hide(false);
   if (!waited) fail("a block ends without having waited for the kernels in front");
-  if (!laters.empty()) fail("a block ends with %zu copies under way that count at barriers", laters.size());
+  if (!own->laters.empty()) fail("a block ends with %zu copies under way that count at barriers", own->laters.size());
   return !problem[0];
 }
 
 }  // namespace
 
-index thread() { return {current, 0, 0}; }
-int lane() { return current % 32; }
-unsigned char *shared_memory() { return shared_end - shared_bytes; }
 
 void meet_block() {
   events++;
@@ -268,7 +282,7 @@ void meet_block() {
 }
 
 const message *meet_warp(const message &m) {
-  warp &w = warps[current / 32];
+  warp &w = own->warps[current / 32];
   unsigned now = w.meetings;
   w.brought[now & 1][current % 32] = m;
   events++;
@@ -284,22 +298,20 @@ void wait_dependencies() {
   while (in_front) yield();
 }
 
-void check_shared(const void *p, size_t bytes) {
-  const unsigned char *q = (const unsigned char *)p;
-  if (q < shared_memory() || q + bytes > shared_end || (uintptr_t)q % bytes != 0)
-    fail("thread %u: %zu bytes at %td of %zu of shared memory", current, bytes, q - shared_memory(), shared_bytes);
+void fail_shared(const void *p, size_t bytes) {
+  fail("thread %u: %zu bytes at %td of %zu of shared memory", current, bytes, (const unsigned char *)p - shared_memory(), shared_bytes);
 }
 
-// Static shared memory lies in the program, a thread's own variables on its stack.
+// A thread's own variables lie on its stack.
 void check_global(const void *p, size_t bytes) {
   const unsigned char *q = (const unsigned char *)p;
   if (q + bytes > shared_end - shared_room && q < shared_end)
     fail("thread %u: %zu bytes of global memory at %p, which is shared", current, bytes, p);
-  else if (q + bytes > (unsigned char *)&__executable_start && q < (unsigned char *)&_end)
+  else if (q + bytes > statics && q < statics_end)
     fail("thread %u: %zu bytes of global memory at %p, which is static, so shared", current, bytes, p);
   else if (q + bytes > stacks && q < stacks + most_threads * stack_bytes)
     fail("thread %u: %zu bytes of global memory at %p, which is a thread's own", current, bytes, p);
-  else if ((uintptr_t)q % bytes != 0)
+  else if (((uintptr_t)q & (bytes - 1)) != 0)
     fail("thread %u: %zu bytes of global memory at %p, which is not aligned", current, bytes, p);
 }
 
@@ -308,7 +320,7 @@ void copy(void *shared, const void *global, int bytes) {
   if ((uintptr_t)global % 16 != 0 || bytes < 0 || bytes > 16)
     fail("thread %u: copy of %d bytes from %p", current, bytes, global);
   if (bytes > 0) check_global(global, 16);
-  fiber &f = fibers[current];
+  fiber &f = own->fibers[current];
   pending_copy c = {(unsigned char *)shared, (const unsigned char *)global, bytes, f.groups};
   unsigned how = random() % 3;
   if (how == 0) return do_copy(c);
@@ -319,23 +331,15 @@ void copy(void *shared, const void *global, int bytes) {
   f.copies.push_back(c);
 }
 
-void commit() { fibers[current].groups++; }
+void commit() { own->fibers[current].groups++; }
 
 void wait(int pending) {
-  fiber &f = fibers[current];
+  fiber &f = own->fibers[current];
   size_t done = 0;
   for (; done < f.copies.size() && f.copies[done].group < f.groups - pending; done++) {
     do_copy(f.copies[done]);
   }
   f.copies.erase(f.copies.begin(), f.copies.begin() + done);
-}
-
-uint32_t shared_address(const void *p) { return (uint32_t)((const unsigned char *)p - (shared_end - shared_room)); }
-
-const void *at_shared_address(uint32_t at, size_t bytes) {
-  const unsigned char *p = shared_end - shared_room + at;
-  check_shared(p, bytes);
-  return problem[0] ? shared_end - bytes : p;
 }
 
 void barrier_init(unsigned long long *barrier, int arrivals) {
@@ -347,9 +351,9 @@ void barrier_arrive(unsigned long long *barrier, int bytes) { count(barrier, byt
 
 void barrier_arrive_after_copies(unsigned long long *barrier) {
   later l = {(int)current, barrier, {}};
-  l.copies.swap(fibers[current].copies);
-  laters.push_back(l);
-  if (random() % 2 == 0) do_later(laters.size() - 1);
+  l.copies.swap(own->fibers[current].copies);
+  own->laters.push_back(l);
+  if (random() % 2 == 0) do_later(own->laters.size() - 1);
 }
 
 // As above, with one more arrival of this phase to wait for.
@@ -375,8 +379,8 @@ void copy_bulk(void *shared, const void *global, int bytes, unsigned long long *
   if ((uintptr_t)global % 16 != 0 || bytes <= 0 || bytes % 16 != 0 || (unsigned char *)shared + bytes > shared_end)
     fail("thread %u: bulk copy of %d bytes from %p to %p", current, bytes, global, shared);
   check_global(global, 16);
-  laters.push_back({-1, barrier, {{(unsigned char *)shared, (const unsigned char *)global, bytes, 0}}});
-  if (random() % 2 == 0) do_later(laters.size() - 1);
+  own->laters.push_back({-1, barrier, {{(unsigned char *)shared, (const unsigned char *)global, bytes, 0}}});
+  if (random() % 2 == 0) do_later(own->laters.size() - 1);
 }
 
 void copy_tile(void *shared, const void *global, int64_t rows, int64_t elements, int64_t stride, int tile_rows, int element, int row,
@@ -396,8 +400,8 @@ void copy_tile(void *shared, const void *global, int64_t rows, int64_t elements,
       if (bytes > 0) check_global(from, 16);
       l.copies.push_back({to + r * 128 + ((c ^ (r & 7)) << 4), from, bytes, 0});
     }
-  laters.push_back(l);
-  if (random() % 2 == 0) do_later(laters.size() - 1);
+  own->laters.push_back(l);
+  if (random() % 2 == 0) do_later(own->laters.size() - 1);
 }
 
 void meet_group() {
@@ -423,19 +427,19 @@ void named_sync(int id, int threads) {
 }
 
 void multiply_later(void (*run)(float *d, unsigned long long a, unsigned long long b), float *d, unsigned long long a, unsigned long long b) {
-  fiber &f = fibers[current];
+  fiber &f = own->fibers[current];
   f.products.push_back({run, d, a, b, f.product_groups, nullptr, {}});
 }
 
 void multiply_later(void (*run)(float *d, const operand &a, unsigned long long b), float *d, const operand &a, unsigned long long b) {
-  fiber &f = fibers[current];
+  fiber &f = own->fibers[current];
   f.products.push_back({nullptr, d, 0, b, f.product_groups, run, a});
 }
 
-void multiply_commit() { fibers[current].product_groups++; }
+void multiply_commit() { own->fibers[current].product_groups++; }
 
 void multiply_wait(int pending) {
-  fiber &f = fibers[current];
+  fiber &f = own->fibers[current];
   size_t done = 0;
   for (; done < f.products.size() && f.products[done].group < f.product_groups - pending; done++) {
     const pending_product &p = f.products[done];
@@ -484,13 +488,16 @@ extern "C" const char *simt_launch(int table, const char *name, const void *args
   if (!kernel) return "no such kernel";
   if (threads == 0 || threads % 32 != 0 || threads > most_threads) return "threads are not whole warps, or too many";
   if (shared > 227 << 10) return "too much shared memory";
-  if (!stacks) {
+  if (!own) {
     void *p = mmap(nullptr, most_threads * stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     void *q = mmap(nullptr, shared_room + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED || q == MAP_FAILED) return "no memory";
     stacks = (unsigned char *)p;
     shared_end = (unsigned char *)q + shared_room;
     if (mprotect(shared_end, page, PROT_NONE) != 0) return "cannot protect the page behind shared memory";
+    dl_iterate_phdr(find_statics, nullptr);
+    if (!statics) return "no static shared memory is found";
+    own = new multiprocessor();
   }
   arguments = args;
   awaited = ranges, awaited_count = n;

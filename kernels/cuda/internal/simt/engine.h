@@ -1,4 +1,5 @@
-// The machine under emulated.h: one block at a time, its threads as fibers.
+// The machine under emulated.h: on each thread of the process one block at a time, its threads as
+// fibers.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -25,18 +26,29 @@ struct message {
   uint32_t words[6];
 };
 
-extern index block_index, block_size, grid_size;
+constexpr size_t shared_room = 256 << 10;
+extern __thread index block_index, block_size, grid_size;
+extern __thread unsigned current;  // thread of the block
+extern __thread unsigned char *shared_end;
+extern __thread size_t shared_bytes;
 
-index thread();
-int lane();
-unsigned char *shared_memory();
+inline index thread() { return {current, 0, 0}; }
+inline int lane() { return current % 32; }
+inline unsigned char *shared_memory() { return shared_end - shared_bytes; }
 // meet_block and meet_warp return when all threads have come; meet_warp returns what
 // each lane brought, valid until the lane's next meeting but one.
 void meet_block();
 const message *meet_warp(const message &m);
 void wait_dependencies();
-void check_shared(const void *p, size_t bytes);
-void check_global(const void *p, size_t bytes);  // bytes: a power of two, to which p is aligned
+// bytes: a power of two, to which p is aligned
+void fail_shared(const void *p, size_t bytes);
+inline bool check_shared(const void *p, size_t bytes) {
+  const unsigned char *q = (const unsigned char *)p;
+  bool good = q >= shared_memory() && q + bytes <= shared_end && ((uintptr_t)q & (bytes - 1)) == 0;
+  if (!good) fail_shared(p, bytes);
+  return good;
+}
+void check_global(const void *p, size_t bytes);
 void copy(void *shared, const void *global, int bytes);
 void commit();
 void wait(int pending);
@@ -44,8 +56,11 @@ void wait(int pending);
 // Of sm_90a: addresses in shared memory as numbers; barriers that count arrivals and bytes
 // of bulk copies; products of a warpgroup (of 128 threads) in the background.
 void fail(const char *format, ...);
-uint32_t shared_address(const void *p);
-const void *at_shared_address(uint32_t at, size_t bytes);
+inline uint32_t shared_address(const void *p) { return (uint32_t)((const unsigned char *)p - (shared_end - shared_room)); }
+inline const void *at_shared_address(uint32_t at, size_t bytes) {
+  const unsigned char *p = shared_end - shared_room + at;
+  return check_shared(p, bytes) ? p : shared_end - bytes;
+}
 void barrier_init(unsigned long long *barrier, int arrivals);
 void barrier_arrive(unsigned long long *barrier, int bytes);
 void barrier_arrive_after_copies(unsigned long long *barrier);

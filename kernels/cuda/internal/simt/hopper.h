@@ -44,37 +44,49 @@ static inline u64 transposed_descriptor(const void *tile, int next) {
   if (at % 1024 != 0 || next % 1024 != 0) simt::fail("thread %u: a tile at %u, the next %d bytes on, no multiples of 1024", threadIdx.x, at, next);
   return at >> 4 | (u64)(next >> 4) << 16 | (u64)64 << 32 | (u64)1 << 62;
 }
-static inline u16 transposed_element(u64 descriptor, int column, int k) {
-  u32 at = (u32)(descriptor & 0x3fff) * 16 + column / 64 * (u32)(descriptor >> 16 & 0x3fff) * 16 + k / 8 * (u32)(descriptor >> 32 & 0x3fff) * 16 +
-           k % 8 * 128 + column % 64 * 2;
-  at ^= at >> 3 & 0x70;
-  return *(const u16 *)simt::at_shared_address(at, 2);
-}
-
-// Element (row, k) of a tile: the three bits above 128 bytes are added to those of the
-// place of 16 bytes.
-static inline u16 tile_element(u64 descriptor, int row, int k) {
-  u32 at = (u32)(descriptor & 0x3fff) * 16 + row / 8 * (u32)(descriptor >> 32 & 0x3fff) * 16 + row % 8 * 128 + k * 2;
-  at ^= at >> 3 & 0x70;
-  return *(const u16 *)simt::at_shared_address(at, 2);
-}
-
 #ifdef ACT_F16
 #define WIDEN from_f16
 #else
 #define WIDEN from_bf16
 #endif
 
+// The 16 elements k of a column, an even one, and of the next.
+static inline void transposed_elements(float (&v)[16][2], u64 descriptor, int column) {
+  u32 first = (u32)(descriptor & 0x3fff) * 16 + column / 64 * (u32)(descriptor >> 16 & 0x3fff) * 16 + column % 64 * 2;
+  for (int k = 0; k < 16; k++) {
+    u32 at = first + k / 8 * (u32)(descriptor >> 32 & 0x3fff) * 16 + k % 8 * 128;
+    at ^= at >> 3 & 0x70;
+    const u16 *two = (const u16 *)simt::at_shared_address(at, 4);
+    v[k][0] = WIDEN(two[0]), v[k][1] = WIDEN(two[1]);
+  }
+}
+
+// Elements k to k+7, of 16 bytes, of a tile's row: the three bits above 128 bytes are added to those
+// of the place of 16 bytes.
+static inline const u16 *tile_elements(u64 descriptor, int row, int k) {
+  u32 at = (u32)(descriptor & 0x3fff) * 16 + row / 8 * (u32)(descriptor >> 32 & 0x3fff) * 16 + row % 8 * 128 + k * 2;
+  at ^= at >> 3 & 0x70;
+  return (const u16 *)simt::at_shared_address(at, 16);
+}
+
 // Products of a warpgroup run in the background, here as late as its waits allow.
 template <int columns>
 struct wgmma {
   static void run(float *d, u64 a, u64 b) {
     int thread = threadIdx.x % 128, lane = thread % 32;
-    for (int i = 0; i < columns / 2; i++) {
-      int row = thread / 32 * 16 + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-      float sum = 0;
-      for (int k = 0; k < 16; k++) sum += WIDEN(tile_element(a, row, k)) * WIDEN(tile_element(b, column, k));
-      d[i] += sum;
+    int row = thread / 32 * 16 + lane / 4;
+    four rows[16];
+    float pair[16][2];
+    for (int k = 0; k < 16; k += 8) {
+      const u16 *first = tile_elements(a, row, k), *second = tile_elements(a, row + 8, k);
+      for (int i = 0; i < 8; i++) rows[k + i] = of_rows(WIDEN(first[i]), WIDEN(second[i]));
+    }
+    for (int column = lane % 4 * 2; column < columns; column += 8, d += 4) {
+      for (int k = 0; k < 16; k += 8) {
+        const u16 *first = tile_elements(b, column, k), *second = tile_elements(b, column + 1, k);
+        for (int i = 0; i < 8; i++) pair[k + i][0] = WIDEN(first[i]), pair[k + i][1] = WIDEN(second[i]);
+      }
+      add_products(d, rows, pair);
     }
   }
   static void multiply(float (&d)[columns / 2], u64 a, u64 b) {
@@ -105,12 +117,13 @@ static inline void wgmma_registers(float (&d)[64], const u32 (&a)[4], u64 b, int
   rows.accumulate = accumulate;
   simt::multiply_later([](float *d, const simt::operand &rows, u64 b) {
     int lane = simt::lane();
-    for (int i = 0; i < 64; i++) {
-      int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-      const u32 *row = rows.words[i / 2 % 2];
-      float sum = 0;
-      for (int k = 0; k < 16; k++) sum += WIDEN((u16)(row[k / 2] >> k % 2 * 16)) * WIDEN(transposed_element(b, column, k));
-      d[i] = rows.accumulate ? d[i] + sum : sum;
+    four a[16];
+    float pair[16][2];
+    for (int k = 0; k < 16; k++) a[k] = of_rows(WIDEN((u16)(rows.words[0][k / 2] >> k % 2 * 16)), WIDEN((u16)(rows.words[1][k / 2] >> k % 2 * 16)));
+    for (int i = 0; i < 64 && !rows.accumulate; i++) d[i] = 0;
+    for (int column = lane % 4 * 2; column < 128; column += 8, d += 4) {
+      transposed_elements(pair, b, column);
+      add_products(d, a, pair);
     }
   }, d, rows, b);
 }

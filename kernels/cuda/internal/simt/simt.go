@@ -12,15 +12,11 @@ import "C"
 
 import (
 	"fmt"
-	"sync"
 	"unsafe"
 
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels/cuda/internal/arguments"
 )
-
-// engine has one block at a time.
-var engine sync.Mutex
 
 // Launch runs a kernel on blocks (x, y, z) of threads, a multiple of 32, with shared
 // bytes of dynamic shared memory each, to its end. half says for which activation
@@ -35,8 +31,6 @@ func launch(of table, name string, args []byte, blocks [3]int, threads, shared i
 	if err := checkArguments(of, name, len(args)); err != nil {
 		return err
 	}
-	engine.Lock()
-	defer engine.Unlock()
 	n := C.CString(name)
 	defer C.free(unsafe.Pointer(n))
 	a := C.CBytes(args)
