@@ -519,7 +519,11 @@ func TestEmulatedLayers(t *testing.T) {
 // TestEmulated runs the conformance suite with kernels on the CPU, as on a small
 // device and as on a large one, where grids and tiles are others, and with those for
 // sm_90a. Before kernels wait, what others write is not there.
+//
+// Experts of other types than the activations have the same kernels for sm_90a as without, and those
+// of float16 the kernels of float32 with the conversion that matmul has: -full has them everywhere.
 func TestEmulated(t *testing.T) {
+	bf16, f16, f32 := kernels.BF16, kernels.F16, kernels.F32
 	for _, c := range []struct {
 		name            string
 		act             kernels.DType
@@ -527,22 +531,27 @@ func TestEmulated(t *testing.T) {
 		invariant       bool
 		hopper          bool
 		only            string
-		weights         []kernels.DType // of matrices; default: all
+		weights         []kernels.DType // default: all
+		experts         []kernels.DType // default: weights
 	}{
-		{"bf16", kernels.BF16, 1, true, false, "", nil},
-		{"f16", kernels.F16, 132, false, false, "", []kernels.DType{kernels.F16}},
-		{"bf16-sm_90a", kernels.BF16, 1, true, true, "", []kernels.DType{kernels.BF16, kernels.F32}},
-		{"f16-sm_90a", kernels.F16, 132, true, true, "", []kernels.DType{kernels.F16}},
-		{"bf16-sm_90a-attention", kernels.BF16, 7, false, true, "attention", nil},
-		{"bf16-sm_90a-rope", kernels.BF16, 132, false, true, "rope_attention", []kernels.DType{kernels.BF16, kernels.F32}},
-		{"f16-sm_90a-rope", kernels.F16, 6, false, true, "rope_attention", []kernels.DType{kernels.F16}},
-		{"bf16-sm_90a-router", kernels.BF16, 132, false, true, "router_gate_up", []kernels.DType{kernels.BF16, kernels.F32}},
-		{"f16-sm_90a-router", kernels.F16, 7, false, true, "router_gate_up", []kernels.DType{kernels.F16}},
-		{"bf16-sm_90a-route", kernels.BF16, 132, false, true, "route_down", []kernels.DType{kernels.BF16, kernels.F32}},
-		{"f16-sm_90a-route", kernels.F16, 4, false, true, "route_down", []kernels.DType{kernels.F16}},
-		{"bf16-sm_90a-experts", kernels.BF16, 3, false, true, "experts", []kernels.DType{kernels.BF16}},
-		{"f16-sm_90a-experts", kernels.F16, 132, false, true, "experts", []kernels.DType{kernels.F16}},
+		// The longest first.
+		{"bf16", bf16, 1, true, false, "", nil, []kernels.DType{bf16, f32}},
+		{"bf16-sm_90a", bf16, 1, true, true, "", []kernels.DType{bf16, f32}, []kernels.DType{bf16}},
+		{"f16-sm_90a", f16, 132, true, true, "", []kernels.DType{f16}, nil},
+		{"f16", f16, 132, false, false, "", []kernels.DType{f16}, nil},
+		{"f16-sm_90a-experts", f16, 132, false, true, "experts", []kernels.DType{f16}, nil},
+		{"bf16-sm_90a-attention", bf16, 7, false, true, "attention", nil, nil},
+		{"bf16-sm_90a-rope", bf16, 132, false, true, "rope_attention", []kernels.DType{bf16, f32}, nil},
+		{"f16-sm_90a-rope", f16, 6, false, true, "rope_attention", []kernels.DType{f16}, nil},
+		{"bf16-sm_90a-router", bf16, 132, false, true, "router_gate_up", []kernels.DType{bf16, f32}, nil},
+		{"f16-sm_90a-router", f16, 7, false, true, "router_gate_up", []kernels.DType{f16}, nil},
+		{"bf16-sm_90a-route", bf16, 132, false, true, "route_down", []kernels.DType{bf16, f32}, nil},
+		{"f16-sm_90a-route", f16, 4, false, true, "route_down", []kernels.DType{f16}, nil},
+		{"bf16-sm_90a-experts", bf16, 3, false, true, "experts", []kernels.DType{bf16}, nil},
 	} {
+		if *full {
+			c.experts = nil
+		}
 		t.Run(c.name, func(t *testing.T) {
 			t.Parallel()
 			kernelstest.Run(t, func(t *testing.T) (device.Machine, kernels.Backend, device.Stream) {
@@ -551,7 +560,7 @@ func TestEmulated(t *testing.T) {
 				r := b.run.(*simtRunner)
 				r.work = b.work.Range(0, min(b.work.Bytes(), 1<<16))
 				return m, overlapping{b, r}, s
-			}, kernelstest.Options{BatchInvariant: c.invariant, Full: *full, Seed: *seed, Only: c.only, Weights: c.weights})
+			}, kernelstest.Options{BatchInvariant: c.invariant, Full: *full, Seed: *seed, Only: c.only, Weights: c.weights, ExpertWeights: c.experts})
 		})
 	}
 }

@@ -264,21 +264,40 @@ func (c *cachedSequences) attention(r *rig, q, out tensor, early bool) kernels.A
 	}
 }
 
-// attended is the attention of a query of a sequence's row and head; at returns keys and values.
-func (c *cachedSequences) attended(query []float64, seq, row, head int, at func(t tensor, index ...int) []float64) []float64 {
+// headRows are the keys and values of a sequence and a head of theirs, by position; those that no
+// query sees are nil.
+type headRows struct{ keys, values [][]float64 }
+
+// decode returns what the sequences attend to, by sequence and head of keys and values; at returns a row.
+func (c *cachedSequences) decode(at func(t tensor, index ...int) []float64) [][]headRows {
+	all := make([][]headRows, len(c.sequences))
+	for i, q := range c.sequences {
+		all[i] = make([]headRows, c.kvHeads)
+		for h := range all[i] {
+			x := headRows{make([][]float64, q.context), make([][]float64, q.context)}
+			for t := c.first(q.context - q.rows); t < q.context && q.rows > 0; t++ {
+				b, row := c.place(i, t)
+				x.keys[t], x.values[t] = at(c.k, b, row, h), at(c.v, b, row, h)
+			}
+			all[i][h] = x
+		}
+	}
+	return all
+}
+
+// attended is the attention of a query of a sequence's row and head to what decode returned.
+func (c *cachedSequences) attended(query []float64, all [][]headRows, seq, row, head int) []float64 {
 	p := c.sequences[seq].context - c.sequences[seq].rows + row
-	first, kvHead := c.first(p), head/(c.heads/c.kvHeads)
+	first, x := c.first(p), &all[seq][head/(c.heads/c.kvHeads)]
 	var scores []float64
 	for t := first; t <= p; t++ {
-		b, row := c.place(seq, t)
-		scores = append(scores, dot(query, at(c.k, b, row, kvHead))/math.Sqrt(float64(c.d)))
+		scores = append(scores, dot(query, x.keys[t])/math.Sqrt(float64(c.d)))
 	}
 	largest, sum, out := slices.Max(scores), 0.0, make([]float64, c.d)
 	for n, score := range scores {
 		e := math.Exp(score - largest)
 		sum += e
-		b, row := c.place(seq, first+n)
-		for d, v := range at(c.v, b, row, kvHead) {
+		for d, v := range x.values[first+n] {
 			out[d] += e * v
 		}
 	}
@@ -360,10 +379,11 @@ func testAttentionShape(r *rig, s attentionShape, newQ func(rows int) tensor, ga
 	blockTable := op.BlockTable
 	r.do(&op)
 
+	all := cached.decode(tensor.row)
 	for i, seq := range s.sequences {
 		for j := range seq.rows {
 			for h := range s.heads {
-				r.near(out, cached.attended(q.row(starts[i]+j, h), i, j, h, tensor.row), starts[i]+j, h)
+				r.near(out, cached.attended(q.row(starts[i]+j, h), all, i, j, h), starts[i]+j, h)
 			}
 		}
 	}
@@ -506,6 +526,7 @@ func testRoPEAttentionCase(r *rig, c ropeAttentionCase) {
 		}
 		return rotated(in, table.row(rows[row]))
 	}
+	all := cached.decode(tensor.got)
 	for i, seq := range c.sequences {
 		for j := range seq.rows {
 			row := cached.starts[i] + j
@@ -516,7 +537,7 @@ func testRoPEAttentionCase(r *rig, c ropeAttentionCase) {
 				}
 			}
 			for h := range c.heads {
-				r.near(out, cached.attended(turned(q, qNorm, row, h), i, j, h, tensor.got), row, h)
+				r.near(out, cached.attended(turned(q, qNorm, row, h), all, i, j, h), row, h)
 			}
 		}
 	}

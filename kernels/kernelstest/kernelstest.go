@@ -20,6 +20,8 @@ type Options struct {
 	BatchInvariant bool
 	// Weights are the types of weights to test. Default: BF16, F16 and F32.
 	Weights []kernels.DType
+	// ExpertWeights are the types of experts' weights to test. Default: Weights.
+	ExpertWeights []kernels.DType
 	// Seed of all inputs; 0 takes one from the clock. Default: 0.
 	Seed uint64
 	// Only restricts the run to one of the suite's tests, such as "attention". Default: all.
@@ -75,6 +77,9 @@ var tests = []struct {
 func Run(t *testing.T, open Open, o Options) {
 	if len(o.Weights) == 0 {
 		o.Weights = []kernels.DType{kernels.BF16, kernels.F16, kernels.F32}
+	}
+	if len(o.ExpertWeights) == 0 {
+		o.ExpertWeights = o.Weights
 	}
 	if o.Seed == 0 {
 		o.Seed = uint64(time.Now().UnixNano())

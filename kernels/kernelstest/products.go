@@ -251,7 +251,7 @@ func testExperts(r *rig) {
 		)
 	}
 	for i, s := range shapes {
-		for j, w := range r.o.Weights {
+		for j, w := range r.o.ExpertWeights {
 			if s.hidden*s.intermediate > 1<<20 && j > 0 {
 				continue
 			}
