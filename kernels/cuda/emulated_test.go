@@ -521,7 +521,7 @@ func TestEmulatedLayers(t *testing.T) {
 // sm_90a. Before kernels wait, what others write is not there.
 //
 // Experts of other types than the activations have the same kernels for sm_90a as without, and those
-// of float16 the kernels of float32 with the conversion that matmul has: -full has them everywhere.
+// of float16 have the kernels of float32 with the conversion that matmul has: -full has them everywhere.
 func TestEmulated(t *testing.T) {
 	bf16, f16, f32 := kernels.BF16, kernels.F16, kernels.F32
 	for _, c := range []struct {

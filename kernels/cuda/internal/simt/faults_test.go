@@ -3,13 +3,27 @@
 package simt
 
 import (
+	"fmt"
 	"strings"
 	"testing"
 	"unsafe"
 )
 
-// What a GPU would refuse, or do otherwise, is an error here, and what it does well is none.
+// What a GPU would refuse, or do otherwise, is an error here, and what it does well is none, whatever
+// others launch at the same time.
 func TestFaults(t *testing.T) {
+	for i := range 4 {
+		t.Run(fmt.Sprint("goroutine ", i), func(t *testing.T) {
+			t.Parallel()
+			for range 50 {
+				testFaults(t)
+			}
+		})
+	}
+}
+
+func testFaults(t *testing.T) {
+	t.Helper()
 	for _, c := range []struct{ name, want string }{
 		{"well_behaved", ""},
 		{"unaligned_load", "faults.cc:25: an access at"},

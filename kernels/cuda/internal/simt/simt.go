@@ -22,7 +22,7 @@ import (
 // bytes of dynamic shared memory each, to its end. half says for which activation
 // type it is compiled; seed decides in which order threads run. The kernels in front are
 // still to write awaited: its bytes are all ones until the threads of a block can do
-// nothing more before they have waited.
+// nothing more before they have waited. Several goroutines may launch at once.
 func Launch(half bool, name string, args []byte, blocks [3]int, threads, shared int, seed uint64, awaited ...device.Range) error {
 	return launch(number(half), name, args, blocks, threads, shared, seed, awaited...)
 }
