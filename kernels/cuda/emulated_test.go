@@ -456,6 +456,7 @@ func TestEmulatedFewRows(t *testing.T) {
 
 // TestEmulatedTiles is testExpertTiles and testDenseTiles on the CPU.
 func TestEmulatedTiles(t *testing.T) {
+	t.Parallel()
 	m, b, s := emulate(t, Options{}, 1)
 	b.hopper = true
 	testExpertTiles(t, m, b, s)
@@ -465,6 +466,7 @@ func TestEmulatedTiles(t *testing.T) {
 // TestEmulatedLayers runs layers whose kernels find what those in front write only once
 // they have waited, on sequences here and there in turn: all bits are as without.
 func TestEmulatedLayers(t *testing.T) {
+	t.Parallel()
 	for i, hopper := range []bool{false, true, true, true} {
 		m, b, s := emulate(t, Options{}, 3)
 		b.hopper, b.largeSmem = hopper, hopper
@@ -523,6 +525,7 @@ func TestEmulatedLayers(t *testing.T) {
 // Experts of other types than the activations have the same kernels for sm_90a as without, and those
 // of float16 have the kernels of float32 with the conversion that matmul has: -full has them everywhere.
 func TestEmulated(t *testing.T) {
+	t.Parallel()
 	bf16, f16, f32 := kernels.BF16, kernels.F16, kernels.F32
 	for _, c := range []struct {
 		name            string
