@@ -12,7 +12,9 @@ import (
 // the same sequences, as far as their tokens do not end them, one token later, and nobody waits to join them. Their
 // tables then have blocks for that token. mayEnd of the sequences may end by their tokens.
 func (e *Engine) nextIsKnown() (known bool, mayEnd int) {
-	if len(e.batch.chunks) != e.sched.Running() || e.sched.Waiting()+e.sched.Loading() > 0 {
+	n := len(e.batch.chunks)
+	// A lender takes its turns between steps.
+	if n != e.sched.Running() || n > pipeline.MaxAheadSequences || e.sched.Waiting()+e.sched.Loading() > 0 || e.o.Lender != nil {
 		return false, 0
 	}
 	e.mu.Lock()
@@ -46,14 +48,20 @@ func (q *sequence) foreseeable() bool {
 		len(a.list) == 0 && !a.counts && len(a.phrases) == 0
 }
 
-// discard waits for the end of a step ahead whose tokens nobody needs.
+// discard waits for the end of a step ahead whose tokens nobody needs. An error means that no step can run any more, or
+// that ctx is done; after any other the step would only have been run again.
 func (e *Engine) discard(ctx context.Context) error {
-	if !e.ahead {
+	if e.ahead == 0 {
 		return nil
 	}
-	e.ahead = false
+	e.ahead = 0
 	err := e.o.Pipeline.Discard(ctx)
-	if err == nil || ctx.Err() == nil && errors.Is(err, pipeline.ErrStepFailed) { // it would only have been computed again
+	e.stepEnded = e.o.Clock()
+	if err == nil {
+		return nil
+	}
+	e.o.Log.Warn("a step enqueued ahead failed, whose tokens were not needed", "err", err)
+	if ctx.Err() == nil && !errors.Is(err, pipeline.ErrDeviceLost) {
 		return nil
 	}
 	return fmt.Errorf("engine: %w", err)

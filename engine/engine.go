@@ -245,10 +245,13 @@ type Engine struct {
 	running turnstile
 	// batch is the present step's.
 	batch batch
-	// stepEnded is when the step before ended, by the devices' clock; -1: the engine was idle since.
+	// stepEnded is when the step before ended, by the devices' clock; -1: the engine was idle since. ended is that by Now.
 	stepEnded time.Duration
-	// ahead: the device already computes the next token of the sequences that still run, of the latest step.
-	ahead bool
+	ended     time.Time
+	// ahead: the device already computes the next token of so many sequences, those that still run among them.
+	// aheadPartial: what it computes of these is used also where others have ended.
+	ahead        int
+	aheadPartial bool
 	// serving: Run is active, where requests come and go at any time, so that nobody expects the same batches again.
 	serving bool
 	// updates are those that no job has received yet.
@@ -571,9 +574,7 @@ func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func
 	own, cancel := context.WithCancel(ctx)
 	defer func() {
 		cancel()
-		if err := e.discard(context.WithoutCancel(ctx)); err != nil {
-			e.o.Log.Warn("a step enqueued ahead failed, whose tokens were not needed", "err", err)
-		}
+		_ = e.discard(context.WithoutCancel(ctx)) // a lost device is found by the next step
 		e.mu.Lock()
 		e.canceled = true // cancel itself sets it only later
 		e.mu.Unlock()
@@ -635,20 +636,21 @@ func (e *Engine) Generate(ctx context.Context, requests []Request, onUpdate func
 
 // runStep admits new requests and runs one step, if there is anything to compute.
 func (e *Engine) runStep(ctx context.Context) (worked bool, err error) {
-	if e.ahead && e.sched.Running() == 0 {
+	if n := e.sched.Running(); e.ahead > n && (n == 0 || !e.aheadPartial) {
+		e.deliver() // what those get that have ended
 		if err := e.discard(ctx); err != nil {
 			return false, err
 		}
 	}
-	// A step that is under way already is of those that run: nobody joins it, and nobody gets their blocks.
-	if !e.ahead {
+	// A step that is under way already is of those that run: nobody joins it, and no load gets a block before it has ended.
+	if e.ahead == 0 {
 		e.takeIn()
 		e.takeLoaded()
 	}
 	// What tiers have stored meanwhile comes before what the plan removes from the GPU: routers forget a
 	// block that they know in no medium.
 	e.publishEvents()
-	if !e.ahead {
+	if e.ahead == 0 {
 		if e.hold() {
 			e.stepEnded = -1
 			return false, nil
@@ -761,9 +763,7 @@ func (e *Engine) identify(q *sequence, keys []kvcache.Key) {
 
 // abortAll ends all requests, with err or, where err is nil, as aborted.
 func (e *Engine) abortAll(err error) {
-	if err := e.discard(context.Background()); err != nil {
-		e.o.Log.Warn("a step enqueued ahead failed, whose tokens were not needed", "err", err)
-	}
+	_ = e.discard(context.Background()) // it logs an error, and all requests end anyway
 	e.mu.Lock()
 	e.stopped = true
 	e.mu.Unlock()
@@ -812,9 +812,15 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 		}()
 	}
 	start, began := e.o.Now(), e.o.Clock()
+	if e.ahead > 0 { // the device has begun when the step before ended
+		start, began = e.ended, e.stepEnded
+	}
 	ahead, mayEnd := e.nextIsKnown()
 	res, err := e.o.Pipeline.Step(ctx, &pipeline.Step{Sequences: e.batch.sequences, Ahead: ahead, MayEnd: mayEnd, Partial: e.serving, Copies: e.o.KV.Copies(), Meanwhile: e.meanwhile})
-	e.ahead = err == nil && res.Ahead
+	e.ahead, e.aheadPartial = 0, res.AheadPartial
+	if err == nil && res.Ahead {
+		e.ahead = len(e.batch.sequences)
+	}
 	if len(before) > 0 {
 		<-e.deliveryDone
 	}
@@ -841,7 +847,7 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 		}
 		e.o.Pace.Measured(e.batch.mix(), (ended - since).Seconds())
 	}
-	e.stepEnded = ended
+	e.stepEnded, e.ended = ended, e.o.Now()
 	tokens, prefill := e.batch.tokens()
 	// Steps that mostly decode say little of how long prompts take.
 	if n := e.batch.promptTokens(); tries == 1 && n > 0 && 2*n >= tokens {
@@ -854,9 +860,9 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 	e.state.Failing = nil
 	e.mu.Unlock()
 	if e.o.Listener.StepFinished != nil {
-		e.o.Listener.StepFinished(StepInfo{Tokens: tokens, Sequences: len(e.batch.sequences), Sampled: len(res.Sampled), Duration: e.o.Now().Sub(start), Tries: tries, Mix: e.batch.mix()})
+		e.o.Listener.StepFinished(StepInfo{Tokens: tokens, Sequences: len(e.batch.sequences), Sampled: len(res.Sampled), Duration: e.ended.Sub(start), Tries: tries, Mix: e.batch.mix()})
 	}
-	e.appendSampled(&res, e.o.Now())
+	e.appendSampled(&res, e.ended)
 	return nil
 }
 

@@ -133,6 +133,9 @@ var errRefused = errors.New("the load is refused")
 func (m *memoryTiers) Load(seq int64, keys []kvcache.Key, from int, dst []int32) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	if len(m.of.enqueued) > 0 {
+		m.of.errorf("a load begins while a step ahead is under way")
+	}
 	if m.chance(20) {
 		return errRefused
 	}

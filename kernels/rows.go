@@ -1,8 +1,8 @@
 package kernels
 
-// Embed writes Out[n] = Table[IDs[n]].
+// Embed writes Out[n] = Table[IDs[n]]. Where IDs[n] is -1, as Sample writes if no token can be sampled, row n is NaN.
 type Embed struct {
-	IDs   Tensor // [N] I32, each in [0, V)
+	IDs   Tensor // [N] I32, each in [-1, V)
 	Table Tensor // [V, H] weight
 	Out   Tensor // [N, H] act
 }

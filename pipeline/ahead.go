@@ -47,7 +47,7 @@ type ahead struct {
 	sampled []int32
 	rows    []int
 
-	launched, discarded atomic.Int64
+	used, discarded atomic.Int64
 }
 
 // aheadSlot is one step that is enqueued ahead.
@@ -227,7 +227,6 @@ func (p *Pipeline) enqueueAhead(ctx context.Context, s *Step) error {
 	}
 	x.partial = partial
 	a.enqueued, a.next, p.step.continues = x, 1-a.next, true
-	a.launched.Add(1)
 	return nil
 }
 
@@ -236,6 +235,7 @@ func (p *Pipeline) collect(ctx context.Context, s *Step, rows []int) (Result, er
 	a := &p.ahead
 	x := a.take(&p.step)
 	p.meter.begin()
+	p.meter.began = a.ended // when the device began
 	p.kvLoads = nil
 	var err error
 	if len(rows) == len(x.sequences) { // else the device has tokens that the next step does not
@@ -261,9 +261,12 @@ func (p *Pipeline) collect(ctx context.Context, s *Step, rows []int) (Result, er
 	for _, row := range rows {
 		a.sampled = append(a.sampled, int32(binary.LittleEndian.Uint32(raw[4*row:])))
 	}
+	a.used.Add(1)
 	a.end(now, a.ended, a.sampled)
 	clear(x.sequences) // their tables
-	return Result{Sampled: a.sampled, Ahead: a.enqueued != nil}, nil
+	res := Result{Sampled: a.sampled}
+	a.tell(&res)
+	return res, nil
 }
 
 // countAhead counts the experts that a step ahead has used, which has taken so long; -1: it was discarded.
@@ -283,11 +286,28 @@ func (p *Pipeline) countAhead(x *aheadSlot, took time.Duration) {
 	p.offloadedUses = used
 }
 
-// take takes the step that is enqueued, for which the store's part of a step has gone on.
+// take takes the step that is enqueued, if there is one, for which the store's part of a step has gone on.
 func (a *ahead) take(step *storeStep) *aheadSlot {
 	x := a.enqueued
 	a.enqueued, step.continues = nil, false
 	return x
+}
+
+// drop is take of a step whose results are not used.
+func (a *ahead) drop(step *storeStep) *aheadSlot {
+	x := a.take(step)
+	if x != nil {
+		a.discarded.Add(1)
+		clear(x.sequences)
+	}
+	return x
+}
+
+// tell says in the result of a step whether the next one is enqueued.
+func (a *ahead) tell(r *Result) {
+	if x := a.enqueued; x != nil {
+		r.Ahead, r.AheadPartial = true, x.partial
+	}
 }
 
 // end records a step that has taken from since to now. sampled are the tokens of the step behind it, if that is
@@ -299,15 +319,14 @@ func (a *ahead) end(now, since time.Duration, sampled []int32) {
 	}
 }
 
-// Discard waits for the end of a step that was enqueued ahead, which Result.Ahead of the latest step has told, and
-// drops its results: for a caller for whom there is no such step any more, or who needs that nothing runs. Without one it does nothing. Routed tokens of the step count.
+// Discard waits for the end of a step that was enqueued ahead, which Result.Ahead of the latest step has told, and drops
+// its results: for a caller for whom there is no such step any more, or who needs that nothing runs. Without one it does
+// nothing. The experts that it has used, and the tokens routed to them, are counted.
 func (p *Pipeline) Discard(ctx context.Context) error {
-	if p.ahead.enqueued == nil {
+	x := p.ahead.drop(&p.step)
+	if x == nil {
 		return nil
 	}
-	p.ahead.discarded.Add(1)
-	x := p.ahead.take(&p.step)
-	clear(x.sequences)
 	if err := p.end(ctx, x.done); err != nil {
 		return p.recover(ctx, err)
 	}

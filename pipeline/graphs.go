@@ -61,7 +61,7 @@ type GraphStats struct {
 	// Failed is 1 once a capture has failed; no further capture is tried.
 	Failed int64
 	// Ahead counts those of Launched that were enqueued before the tokens of the step in front were known
-	// (Step.Ahead), Discarded those of them whose results nobody wanted.
+	// (Step.Ahead) and whose results were used, Discarded those whose results were not.
 	Ahead, Discarded int64
 }
 
@@ -70,7 +70,7 @@ func (p *Pipeline) Graphs() GraphStats {
 	g := &p.graphs
 	return GraphStats{
 		Captured: g.captured.Load(), Launched: g.launched.Load(), Kept: g.numKept.Load(), Failed: g.failed.Load(),
-		CaptureTime: time.Duration(g.captureTime.Load()), Ahead: p.ahead.launched.Load(), Discarded: p.ahead.discarded.Load(),
+		CaptureTime: time.Duration(g.captureTime.Load()), Ahead: p.ahead.used.Load(), Discarded: p.ahead.discarded.Load(),
 	}
 }
 

@@ -111,8 +111,8 @@ type Result struct {
 	LogProbs []LogProb
 	// Targets are one per target.
 	Targets []LogProb
-	// Ahead: the next step is enqueued, see Step.Ahead.
-	Ahead bool
+	// Ahead: the next step is enqueued, see Step.Ahead. AheadPartial: it is not run again for a part of its sequences.
+	Ahead, AheadPartial bool
 }
 
 // LogProb holds log-probabilities of one logit row or target, by the model's logits before penalties,
@@ -193,7 +193,7 @@ func (p *Pipeline) open() (err error) {
 		p.graphs.enable(p.compute, o.Graphs)
 		p.batches.roundContexts = p.graphs.stream != nil
 	}
-	if p.graphs.stream != nil && o.Groups() == 1 {
+	if p.graphs.stream != nil && o.Groups() == 1 && o.Trace == nil {
 		if err := p.ahead.open(o); err != nil {
 			return err
 		}
@@ -484,7 +484,7 @@ func (p *Pipeline) complete(s *Step) Result {
 		p.offloadedUses = used
 	}
 	res := p.results.read(p.batches, s.Logits)
-	res.Ahead = p.ahead.enqueued != nil
+	p.ahead.tell(&res)
 	return res
 }
 
@@ -494,7 +494,7 @@ func (p *Pipeline) complete(s *Step) Result {
 // permanent.
 func (p *Pipeline) recover(ctx context.Context, cause error) error {
 	p.launchPolicy.fail()
-	p.ahead.take(&p.step)
+	p.ahead.drop(&p.step)
 	ctx = context.WithoutCancel(ctx)
 	errs := []error{cause, p.compute.Recover(ctx)}
 	for _, s := range p.sources {

@@ -229,8 +229,8 @@ func TestBadData(t *testing.T) {
 		op   kernels.Op
 		want string
 	}{
-		{&kernels.Embed{IDs: h.ints(0, 9), Table: h.floats(9, 16), Out: h.floats(2, 16)}, "cpu: embed: IDs[1] is 9, want 0 to 8"},
-		{&kernels.Embed{IDs: h.ints(-1), Table: h.floats(9, 16), Out: h.floats(1, 16)}, "cpu: embed: IDs[0] is -1"},
+		{&kernels.Embed{IDs: h.ints(0, 9), Table: h.floats(9, 16), Out: h.floats(2, 16)}, "cpu: embed: IDs[1] is 9, want -1 to 8"},
+		{&kernels.Embed{IDs: h.ints(-2), Table: h.floats(9, 16), Out: h.floats(1, 16)}, "cpu: embed: IDs[0] is -2"},
 		{&kernels.Gather{X: h.floats(3, 16), Rows: h.ints(3), Out: h.floats(1, 16)}, "cpu: gather: Rows[0] is 3, want 0 to 2"},
 		{&kernels.RoPE{Q: h.floats(1, 1, 16), K: h.floats(1, 1, 16), Table: h.floats(5, 16), Rows: h.ints(5)}, "cpu: rope: Rows[0] is 5, want 0 to 4"},
 		{&kernels.AppendKV{K: h.floats(1, 1, 16), V: h.floats(1, 1, 16), CacheK: h.floats(2, 16, 1, 16), CacheV: h.floats(2, 16, 1, 16), Slots: h.ints(32)}, "cpu: append_kv: Slots[0] is 32, want less than 32"},

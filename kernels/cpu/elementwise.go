@@ -19,16 +19,26 @@ func checkIndex(op, name string, values []int32, low, n int) error {
 
 func (b *Backend) embed(o *kernels.Embed, _ device.Access) error {
 	ids := vector[int32](&o.IDs)
-	if err := checkIndex(o.Name(), "IDs", ids, 0, o.Table.Shape[0]); err != nil {
+	if err := checkIndex(o.Name(), "IDs", ids, -1, o.Table.Shape[0]); err != nil {
 		return err
 	}
 	stride := o.Table.Stride[0] * o.Table.DType.Size()
 	b.rows(len(ids), o.Out.Shape[1], func(from, to int) {
 		for n := from; n < to; n++ {
+			if ids[n] < 0 {
+				fill(row(&o.Out, n), float32(math.NaN()))
+				continue
+			}
 			b.set.load(row(&o.Out, n), o.Table.Addr+device.Addr(int(ids[n])*stride), o.Table.DType)
 		}
 	})
 	return nil
+}
+
+func fill(x []float32, v float32) {
+	for i := range x {
+		x[i] = v
+	}
 }
 
 func (b *Backend) norm(o *kernels.Norm, _ device.Access) error {

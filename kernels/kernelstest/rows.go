@@ -3,6 +3,7 @@ package kernelstest
 import (
 	"fmt"
 	"math"
+	"slices"
 
 	"github.com/moeserve/moeserve/kernels"
 )
@@ -29,12 +30,17 @@ func testEmbed(r *rig) {
 					ids[i] = r.rand.IntN(vocabulary)
 				}
 				ids[0] = vocabulary - 1
+				ids[n/2] = -1 // where there was no token
 				table := r.normal(r.rows(i%2 == 1, "Table", w, vocabulary, hidden), 0, 1)
 				out := r.rows(i%2 == 0, "Out", r.act, n, hidden)
 				out.writes()
 				r.do(&kernels.Embed{IDs: r.ints("IDs", ids...).Tensor, Table: table.Tensor, Out: out.Tensor})
 				for n, id := range ids {
-					r.near(out, table.row(id), n)
+					if id >= 0 {
+						r.near(out, table.row(id), n)
+					} else if got := out.got(n); slices.ContainsFunc(got, func(v float64) bool { return !math.IsNaN(v) }) {
+						r.Fatalf("row %d, of no token, is %v, want NaN", n, got)
+					}
 				}
 			})
 		}

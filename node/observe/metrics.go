@@ -232,7 +232,7 @@ func (p Pipeline) collect(to *metrics.Sink) {
 	}
 	to.Counter(captures, float64(p.Graphs.Captured))
 	to.Counter(launches, float64(p.Graphs.Launched))
-	to.Counter(aheads, float64(p.Graphs.Ahead-p.Graphs.Discarded), "used")
+	to.Counter(aheads, float64(p.Graphs.Ahead), "used")
 	to.Counter(aheads, float64(p.Graphs.Discarded), "discarded")
 	to.Counter(steps, float64(p.Steps.Copied), "copy")
 	to.Counter(steps, float64(p.Steps.Direct), "direct")

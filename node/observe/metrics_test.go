@@ -32,7 +32,7 @@ func TestCollect(t *testing.T) {
 		Peers:   []harvest.PeerUsage{{Space: device.HBM(1), Used: 13, Free: 14, FreeInSlabs: 1, Draining: 2, Reading: harvest.Reading{OtherProcesses: 3}}},
 		Clients: map[string]harvest.ClientUsage{"kv": {Bytes: 12, Displaced: 7, Revocations: map[harvest.Reason]int64{harvest.ReasonPressure: 15}}},
 	}
-	p := Pipeline{Graphs: pipeline.GraphStats{Captured: 17, Launched: 18, Ahead: 15, Discarded: 2}, Steps: pipeline.StepsByAccess{Copied: 19, Direct: 20, OnCPU: 30}}
+	p := Pipeline{Graphs: pipeline.GraphStats{Captured: 17, Launched: 18, Ahead: 13, Discarded: 2}, Steps: pipeline.StepsByAccess{Copied: 19, Direct: 20, OnCPU: 30}}
 	p.Stalls[pipeline.ExpertCopy] = 16.5e9
 	for _, c := range []struct {
 		collector metrics.Collector
