@@ -192,6 +192,7 @@ func (m *Model) PostAttention(s device.Stream, layer int, b *Batch, sorts bool) 
 		return err
 	}
 	m.ops.route = m.route(layer, b, sorts)
+	m.runs = m.ops.route.Runs
 	return m.enqueueLayer(s, layer, &m.ops.route)
 }
 
@@ -210,6 +211,7 @@ func (m *Model) PostAttentionShared(s device.Stream, layer int, b *Batch) error 
 		return err
 	}
 	m.ops.routeDown = kernels.RouteDown{Route: m.route(layer, b, true), Down: down}
+	m.runs = m.ops.routeDown.Route.Runs
 	return m.enqueueLayer(s, layer, &m.ops.routeDown)
 }
 
@@ -241,6 +243,9 @@ func (m *Model) route(layer int, b *Batch, sorts bool) kernels.Route {
 	}
 	if sorts {
 		o.Offsets, o.Order = at.offsets, b.slice(at.order, c.TopK)
+		if b.Rows <= kernels.MaxRunRows {
+			o.Runs = at.runs.Slice(0, kernels.MostRuns(c.Experts, b.Rows*c.TopK))
+		}
 	}
 	return o
 }

@@ -40,6 +40,7 @@ func (m *Model) MLP(s device.Stream, layer int, r Span) error {
 // and Combine.
 func (m *Model) SortByExpert(s device.Stream, layer int, r Span) error {
 	at := &m.ws.routing
+	m.runs = kernels.Tensor{}
 	m.ops.sort = kernels.SortByExpert{IDs: r.slice(at.ids, 1), Offsets: at.offsets, Order: r.slice(at.order, m.Config.TopK)}
 	return m.enqueueLayer(s, layer, &m.ops.sort)
 }
@@ -101,9 +102,13 @@ func (m *Model) ExpertColumns(s device.Stream, layer int, r Span, slots, list ke
 	if c != (kernels.Columns{}) {
 		outputs = outputs.Narrow(1, c.First, c.End)
 	}
+	var runs kernels.Tensor
+	if list.Shape[0] == m.Config.Experts && c == (kernels.Columns{}) {
+		runs = m.runs
+	}
 	up, down := &m.ops.up, &m.ops.down
 	up.ExpertGEMM = kernels.ExpertGEMM{
-		X: r.slice(m.ws.h, 1), Offsets: m.ws.routing.offsets, Order: order, Slots: slots, Experts: list, Layout: layout, Out: outputs, Columns: c,
+		X: r.slice(m.ws.h, 1), Offsets: m.ws.routing.offsets, Order: order, Slots: slots, Experts: list, Layout: layout, Out: outputs, Columns: c, Runs: runs,
 	}
 	if err := m.enqueueLayer(s, layer, up); err != nil {
 		return err

@@ -23,6 +23,8 @@ type Model struct {
 	backend kernels.Backend
 	ws      workspace
 	ops     arguments
+	// runs is what the latest sorting of pairs by expert wrote to ws.routing.runs; none if it did not.
+	runs kernels.Tensor
 }
 
 // arguments are the argument structs of a model's operations, reused by every call so that they

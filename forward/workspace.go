@@ -32,6 +32,7 @@ type routingBuffers struct {
 	weights kernels.Tensor // [N, K] F32
 	offsets kernels.Tensor // [E+1] I32
 	order   kernels.Tensor // [N*K] I32
+	runs    kernels.Tensor // [min(E, MaxRunRows*K), RunColumns] I32
 
 	predictedScores  kernels.Tensor // [N, E] F32
 	predictedIDs     kernels.Tensor // [N, K] I32
@@ -99,6 +100,7 @@ func newWorkspace(c *models.Config, act kernels.DType, l Limits, base device.Add
 		w.routing.weights = place(kernels.F32, n, c.TopK)
 		w.routing.offsets = place(kernels.I32, c.Experts+1)
 		w.routing.order = place(kernels.I32, n*c.TopK)
+		w.routing.runs = place(kernels.I32, kernels.MostRuns(c.Experts, kernels.MaxRunRows*c.TopK), kernels.RunColumns)
 		w.experts.gateUp = place(act, n*c.TopK, c.ExpertWidth)
 		w.experts.down = place(act, n*c.TopK, c.Hidden)
 		w.routing.predictedIDs = place(kernels.I32, n, c.TopK)

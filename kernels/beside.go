@@ -62,7 +62,7 @@ func (o *RouteDown) Check() error {
 		t    *Tensor
 	}{
 		{"Route.IDs", &route.IDs}, {"Route.Weights", &route.Weights}, {"Route.Counts", &route.Counts},
-		{"Route.Offsets", &route.Offsets}, {"Route.Order", &route.Order},
+		{"Route.Offsets", &route.Offsets}, {"Route.Order", &route.Order}, {"Route.Runs", &route.Runs},
 	} {
 		c.disjoint(written.name, written.t, "Down.X", &down.X)
 		c.disjoint(written.name, written.t, "Down.W", &down.W)

@@ -69,13 +69,13 @@ func newValid() *valid {
 	}
 	v.together = RoPEAttention{v.ropeKV, v.attention}
 	v.together.Attention.Q = v.ropeKV.Q
-	v.route = Route{Logits: v.tensor(F32, 3, 8), Method: SparseMixer, Jitter: 0.01, IDs: v.tensor(I32, 3, 2), Weights: v.tensor(F32, 3, 2), Counts: v.tensor(I64, 8), Offsets: v.tensor(I32, 9), Order: v.tensor(I32, 6)}
+	v.route = Route{Logits: v.tensor(F32, 3, 8), Method: SparseMixer, Jitter: 0.01, IDs: v.tensor(I32, 3, 2), Weights: v.tensor(F32, 3, 2), Counts: v.tensor(I64, 8), Offsets: v.tensor(I32, 9), Order: v.tensor(I32, 6), Runs: v.tensor(I32, 6, RunColumns)}
 	v.router = RouterGateUp{v.matmul, v.gated}
 	v.router.GateUp.X = v.matmul.X
 	v.routeDown = RouteDown{v.route, v.matmul}
 	v.group = SortByExpert{v.route.IDs, v.tensor(I32, 9), v.tensor(I32, 6)}
-	v.up = ExpertUp{ExpertGEMM{v.tensor(F32, 3, 32), v.group.Offsets, v.group.Order, v.tensor(U64, 8), v.tensor(I32, 5), layout, v.tensor(F32, 6, 48), Columns{}}}
-	v.down = ExpertDown{ExpertGEMM{v.up.Out, v.group.Offsets, v.group.Order, v.up.Slots, v.up.Experts, layout, v.tensor(F32, 6, 32), Columns{}}}
+	v.up = ExpertUp{ExpertGEMM{v.tensor(F32, 3, 32), v.group.Offsets, v.group.Order, v.tensor(U64, 8), v.tensor(I32, 5), layout, v.tensor(F32, 6, 48), Columns{}, Tensor{}}}
+	v.down = ExpertDown{ExpertGEMM{v.up.Out, v.group.Offsets, v.group.Order, v.up.Slots, v.up.Experts, layout, v.tensor(F32, 6, 32), Columns{}, Tensor{}}}
 	v.ffn = ExpertFFN{v.up.ExpertGEMM, v.tensor(I32, 5)}
 	v.ffn.Out = v.down.Out
 	v.combine = Combine{v.down.Out, v.route.Weights, v.tensor(F32, 3, 32), v.tensor(F32, 3, 1), v.tensor(F32, 3, 32)}
@@ -110,6 +110,12 @@ func (v *valid) all() []Op {
 	}
 }
 
+// listAll lists all experts in o, and has their runs.
+func (v *valid) listAll(o *ExpertGEMM) *ExpertGEMM {
+	o.Experts, o.Runs = v.tensor(I32, 8), v.route.Runs
+	return o
+}
+
 // gap returns t with one more element between its rows.
 func gap(t Tensor) Tensor {
 	t.Stride[0]++
@@ -123,6 +129,8 @@ func TestCheckTakesGoodArguments(t *testing.T) {
 		}
 	}
 	v := newValid()
+	withRuns := newValid()
+	withRuns.listAll(&withRuns.up.ExpertGEMM)
 	wide := ExpertLayout{ExpertShape: ExpertShape{Hidden: 32, Intermediate: 200, DType: BF16}, Tag: "test", Size: 38400}
 	for name, op := range map[string]Op{
 		"rows with gaps":     &MatMul{X: gap(v.matmul.X), W: v.matmul.W, Out: gap(v.matmul.Out)},
@@ -136,11 +144,12 @@ func TestCheckTakesGoodArguments(t *testing.T) {
 		"heads without norms": &RoPEAppendKV{
 			Q: v.rope.Q, K: v.append.K, V: v.append.V, Table: v.rope.Table, Rows: v.rope.Rows, CacheK: v.append.CacheK, CacheV: v.append.CacheV, Slots: v.append.Slots,
 		},
-		"some columns, gate/up": &ExpertUp{ExpertGEMM{v.up.X, v.up.Offsets, v.up.Order, v.up.Slots, v.up.Experts, wide, v.tensor(F32, 6, 64), Columns{64, 128}}},
-		"some columns, down":    &ExpertDown{ExpertGEMM{New(1<<40, F32, 6, 72), v.up.Offsets, v.up.Order, v.up.Slots, v.up.Experts, wide, v.down.Out, Columns{128, 200}}},
+		"some columns, gate/up": &ExpertUp{ExpertGEMM{v.up.X, v.up.Offsets, v.up.Order, v.up.Slots, v.up.Experts, wide, v.tensor(F32, 6, 64), Columns{64, 128}, Tensor{}}},
+		"some columns, down":    &ExpertDown{ExpertGEMM{New(1<<40, F32, 6, 72), v.up.Offsets, v.up.Order, v.up.Slots, v.up.Experts, wide, v.down.Out, Columns{128, 200}, Tensor{}}},
 		"whole experts":         &ExpertFFN{v.ffn.ExpertGEMM, Tensor{}},
-		"no experts listed":     &ExpertDown{ExpertGEMM{v.down.X, v.down.Offsets, v.down.Order, v.down.Slots, v.down.Experts.Slice(0, 0), v.down.Layout, v.down.Out, Columns{}}},
-		"no tokens to experts":  &ExpertUp{ExpertGEMM{New(0, F32, 0, 32), v.up.Offsets, New(0, I32, 0), v.up.Slots, v.up.Experts, v.up.Layout, New(0, F32, 0, 48), Columns{}}},
+		"runs, gate/up":         &withRuns.up,
+		"no experts listed":     &ExpertDown{ExpertGEMM{v.down.X, v.down.Offsets, v.down.Order, v.down.Slots, v.down.Experts.Slice(0, 0), v.down.Layout, v.down.Out, Columns{}, Tensor{}}},
+		"no tokens to experts":  &ExpertUp{ExpertGEMM{New(0, F32, 0, 32), v.up.Offsets, New(0, I32, 0), v.up.Slots, v.up.Experts, v.up.Layout, New(0, F32, 0, 48), Columns{}, Tensor{}}},
 		"nothing left out":      &Sample{Logits: v.sample.Logits, Temperature: v.sample.Temperature, Seeds: v.sample.Seeds, Samples: v.sample.Samples, Positions: v.sample.Positions, Out: v.sample.Out},
 		"only the token drawn":  &LogProbs{Logits: gap(v.sample.Logits), Tokens: v.sample.Out, Sampled: v.probs.Sampled},
 		"no alternatives":       &LogProbs{Logits: v.sample.Logits, Tokens: v.sample.Out, Sampled: v.probs.Sampled, TopIDs: New(0, I32, 2, 0), Top: New(0, F32, 2, 0)},
@@ -270,6 +279,24 @@ func TestCheckErrors(t *testing.T) {
 		{func(v *valid) Op { v.route.Counts = v.tensor(I64, 7); return &v.route }, "Counts is int64[7], want 8 elements (Logits has 8)"},
 		{func(v *valid) Op { v.route.Order = Tensor{}; return &v.route }, "Offsets is int32[9] and Order none, want both or none"},
 		{func(v *valid) Op { v.route.Offsets = v.tensor(I32, 8); return &v.route }, "route: Offsets is int32[8], want 9 elements (Logits has 8 columns)"},
+		{func(v *valid) Op { v.route.Offsets, v.route.Order = Tensor{}, Tensor{}; return &v.route }, "route: Runs is int32[6 4], want none without Order"},
+		{func(v *valid) Op { v.route.Runs = v.tensor(I32, 5, 4); return &v.route }, "route: Runs is int32[5 4], want [6 4] (8 experts, 6 pairs)"},
+		{func(v *valid) Op { v.route.Runs = v.tensor(I32, 6, 3); return &v.route }, "route: Runs is int32[6 3], want [6 4] (8 experts, 6 pairs)"},
+		{func(v *valid) Op { v.route.Runs.DType = F32; return &v.route }, "route: Runs is float32[6 4], want int32"},
+		{func(v *valid) Op { v.route.Runs = gap(v.route.Runs); return &v.route }, "route: Runs is int32[6 4] strides [5 1], want it dense"},
+		{func(v *valid) Op { v.route.Runs.Addr = v.route.Logits.Addr; return &v.route }, "overlaps Logits"},
+		{func(v *valid) Op { v.route.Runs.Addr = v.route.IDs.Addr; return &v.route }, "overlaps IDs"},
+		{func(v *valid) Op { v.route.Runs.Addr = v.route.Weights.Addr; return &v.route }, "overlaps Weights"},
+		{func(v *valid) Op { v.route.Runs.Addr = v.route.Offsets.Addr; return &v.route }, "route: Runs [0x"},
+		{func(v *valid) Op { v.route.Runs.Addr = v.route.Order.Addr; return &v.route }, "overlaps Order"},
+		{func(v *valid) Op { v.route.Runs.Addr = v.route.Counts.Addr; return &v.route }, "overlaps Counts"},
+		{func(v *valid) Op {
+			v.route = Route{
+				Logits: v.tensor(F32, 9, 8), IDs: v.tensor(I32, 9, 2), Weights: v.tensor(F32, 9, 2),
+				Offsets: v.route.Offsets, Order: v.tensor(I32, 18), Runs: v.tensor(I32, 8, 4),
+			}
+			return &v.route
+		}, "route: Runs is int32[8 4], want none for more than 8 rows (Logits has 9)"},
 		{func(v *valid) Op { v.route.Order = v.tensor(I32, 5); return &v.route }, "route: Order is int32[5], want 6 elements (IDs is int32[3 2])"},
 		{func(v *valid) Op { v.route.Order = v.route.IDs.View(6); return &v.route }, "route: Order"},
 		{func(v *valid) Op { v.route.Method = 3; return &v.route }, "Method is 3"},
@@ -315,6 +342,7 @@ func TestCheckErrors(t *testing.T) {
 		{func(v *valid) Op { v.routeDown.Route.Counts.Addr = v.matmul.Bias.Addr; return &v.routeDown }, "overlaps Down.Bias"},
 		{func(v *valid) Op { v.routeDown.Route.Offsets.Addr = v.matmul.Out.Addr; return &v.routeDown }, "Route.Offsets [0x"},
 		{func(v *valid) Op { v.routeDown.Route.Order.Addr = v.matmul.Out.Addr; return &v.routeDown }, "overlaps Down.Out"},
+		{func(v *valid) Op { v.routeDown.Route.Runs.Addr = v.matmul.W.Addr; return &v.routeDown }, "kernels: route_down: Route.Runs [0x"},
 		{func(v *valid) Op { v.group.Order = v.tensor(I32, 5); return &v.group }, "kernels: group: Order is int32[5], want 6 elements (IDs is int32[3 2])"},
 		{func(v *valid) Op { v.group.Offsets = v.tensor(I32, 1); return &v.group }, "Offsets is int32[1], want one more element than there are experts"},
 		{func(v *valid) Op { v.group.Order.Addr = v.group.IDs.Addr; return &v.group }, "overlaps IDs"},
@@ -332,6 +360,18 @@ func TestCheckErrors(t *testing.T) {
 		{func(v *valid) Op { v.up.Out.DType = F16; return &v.up }, "Out is float16[6 48], want float32 as X is"},
 		{func(v *valid) Op { v.down.X = v.tensor(F32, 3, 48); return &v.down }, "kernels: expert_down: X is float32[3 48], want 6 rows (Order has 6)"},
 		{func(v *valid) Op { v.down.Out = v.tensor(F32, 6, 48); return &v.down }, "Out is float32[6 48], want 32 columns (Layout.Hidden has 32)"},
+		{func(v *valid) Op { v.up.Runs = v.route.Runs; return &v.up }, "kernels: expert_up: Runs is int32[6 4], want none where not all experts are listed (Experts has 5 of 8)"},
+		{func(v *valid) Op { v.listAll(&v.down.ExpertGEMM).Runs = v.tensor(I32, 8, 4); return &v.down }, "kernels: expert_down: Runs is int32[8 4], want [6 4] (8 experts, 6 pairs)"},
+		{func(v *valid) Op { v.listAll(&v.up.ExpertGEMM).Runs.Addr = v.up.Out.Addr; return &v.up }, "overlaps Runs"},
+		{func(v *valid) Op {
+			v.listAll(&v.down.ExpertGEMM).Columns = Columns{0, 48}
+			return &v.down
+		}, "Runs is int32[6 4], want none for a part of the columns (Columns is [0, 48))"},
+		{func(v *valid) Op {
+			o := v.listAll(&v.up.ExpertGEMM)
+			o.X, o.Order, o.Out, o.Runs = v.tensor(F32, 9, 32), v.tensor(I32, 18), v.tensor(F32, 18, 48), v.tensor(I32, 8, 4)
+			return &v.up
+		}, "Runs is int32[8 4], want none for more than 8 rows (X has 9)"},
 		{func(v *valid) Op { v.up.Columns = Columns{0, 32}; return &v.up }, "Columns is [0, 32), want a part of 48 (Layout.Intermediate) in multiples of 64"},
 		{func(v *valid) Op { v.up.Columns = Columns{48, 48}; return &v.up }, "Columns is [48, 48), want a part of 48"},
 		{func(v *valid) Op { v.up.Columns = Columns{0, 64}; return &v.up }, "Columns is [0, 64), want a part of 48"},
@@ -460,7 +500,8 @@ func TestCheckWithoutTensors(t *testing.T) {
 }
 
 func TestDeclare(t *testing.T) {
-	v := newValid()
+	v, withRuns := newValid(), newValid()
+	withRuns.listAll(&withRuns.up.ExpertGEMM)
 	for _, c := range []struct {
 		op            Op
 		flops, bytes  int64
@@ -480,12 +521,13 @@ func TestDeclare(t *testing.T) {
 			3*4*16*4 + 4*3*2*16*4 + 16*2 + 16*4 + 3*16*4 + 2*3*4 + 3*4*16*4 + 3*4 + 2*4 + 2*4*4 + 2*2*60*2*16*4, 12, 2,
 		},
 		{&v.attention, 4 * 3 * 4 * 16 * 60, 2*3*4*16*4 + 3*4 + 2*4 + 2*4*4 + 2*2*60*2*16*4, 4, 1},
-		{&v.route, 3 * 8 * 6, 3*8*4 + 2*3*2*4 + 2*8*8 + 9*4 + 6*4, 2, 5},
+		{&v.route, 3 * 8 * 6, 3*8*4 + 2*3*2*4 + 2*8*8 + 9*4 + 6*4 + 6*4*4, 2, 6},
 		{&v.router, 2*2*2*32*8 + 5*2*4, 2*32*2 + 2*8*32*2 + 8*2 + 2*8*4 + 2*8*2, 5, 2},
-		{&v.routeDown, 3*8*6 + 2*2*32*8, 3*8*4 + 2*3*2*4 + 2*8*8 + 9*4 + 6*4 + 2*32*2 + 8*32*2 + 8*2 + 2*8*4, 5, 6},
+		{&v.routeDown, 3*8*6 + 2*2*32*8, 3*8*4 + 2*3*2*4 + 2*8*8 + 9*4 + 6*4 + 6*4*4 + 2*32*2 + 8*32*2 + 8*2 + 2*8*4, 5, 7},
 		{&v.group, 0, 6*4 + 9*4 + 6*4, 1, 2},
 		// 5 of 8 experts are listed: 4 of the 6 pairs are theirs.
 		{&v.up, 2 * 2 * 32 * 48 * 4, 9*4 + 6*4 + 8*8 + 5*4 + 5*2*32*48*2 + 4*(32+48)*4, 4, 0},
+		{&withRuns.up, 2 * 2 * 32 * 48 * 6, 9*4 + 6*4 + 8*8 + 8*4 + 6*4*4 + 6*2*32*48*2 + 6*(32+48)*4, 5, 0},
 		{&v.down, 2 * 32 * 48 * 4, 9*4 + 6*4 + 8*8 + 5*4 + 5*32*48*2 + 4*(32+48)*4, 4, 0},
 		{&v.ffn, 3 * 2 * 32 * 48 * 4, 9*4 + 6*4 + 8*8 + 2*5*4 + 5*3*32*48*2 + 4*(32+48)*4, 5, 0},
 		{&v.combine, 2 * (6*32 + 3*32), 6*32*4 + 6*4 + 3*32*4 + 3*4 + 3*32*4, 4, 1},

@@ -15,6 +15,9 @@ type ExpertGEMM struct {
 	// Columns is the part of the intermediate size that is computed; none: all of it. Then I above is
 	// its length, and what ExpertDown writes is a part of a sum.
 	Columns Columns
+	// Runs, [min(E, N*K), RunColumns] I32, or none: what Route wrote for these pairs. Only where Experts
+	// lists all experts and all columns are computed: then a device need not look for the experts with pairs.
+	Runs Tensor
 }
 
 // Columns are those of an expert's intermediate size from First up to End, both multiples of
@@ -74,6 +77,15 @@ func (p *ExpertGEMM) checkLists(c *checker) {
 			c.failf("Layout %v", err)
 		}
 	}
+	if !c.ok() || p.Runs.None() {
+		return
+	}
+	if listed, all := p.Experts.Shape[0], p.Slots.Shape[0]; listed != all {
+		c.failf("Runs is %v, want none where not all experts are listed (Experts has %d of %d)", p.Runs, listed, all)
+	} else if p.Columns != (Columns{}) {
+		c.failf("Runs is %v, want none for a part of the columns (Columns is [%d, %d))", p.Runs, p.Columns.First, p.Columns.End)
+	}
+	c.checkRuns(&p.Runs, p.Slots.Shape[0], p.Order.Shape[0])
 }
 
 // checkTokens is checkLists where rows of X are tokens.
@@ -84,11 +96,17 @@ func (p *ExpertGEMM) checkTokens(c *checker) {
 	if c.ok() && (n == 0 && pairs != 0 || n != 0 && (pairs == 0 || pairs%n != 0)) {
 		c.failf("Order is %v, want K elements for each of X's %d rows", p.Order, n)
 	}
+	if c.ok() && !p.Runs.None() && n > MaxRunRows {
+		c.failf("Runs is %v, want none for more than %d rows (X has %d)", p.Runs, MaxRunRows, n)
+	}
 }
 
 // checkOut checks that Out has a row with that number of columns for each pair, and does not
 // overlap X.
 func (p *ExpertGEMM) checkOut(c *checker, columns dim) {
+	if !p.Runs.None() {
+		c.disjoint("Out", &p.Out, "Runs", &p.Runs)
+	}
 	c.matrix("Out", &p.Out, floats, dim{p.Order.Shape[0], "Order"}, columns)
 	c.sameType("Out", &p.Out, "X", &p.X)
 	c.disjoint("Out", &p.Out, "X", &p.X)
@@ -102,6 +120,7 @@ func (p *ExpertGEMM) declare(d *Decl, matrices int64) {
 	d.read(&p.Order)
 	d.read(&p.Slots)
 	d.read(&p.Experts)
+	d.optional(&p.Runs)
 	order, listed, all := int64(p.Order.Shape[0]), int64(p.Experts.Shape[0]), int64(p.Slots.Shape[0])
 	if all == 0 {
 		return

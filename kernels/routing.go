@@ -27,6 +27,29 @@ type Route struct {
 	// Offsets, [E+1] I32, and Order, [N*K] I32, or both none: sorts the pairs, as SortByExpert
 	// does.
 	Offsets, Order Tensor
+	// Runs, [min(E, N*K), RunColumns] I32, dense, or none, of at most MaxRunRows rows, and only with
+	// Order: for each expert that has pairs, ascending, {expert, its first place in Order, its number
+	// of pairs, 0}; rows behind these are 0.
+	Runs Tensor
+}
+
+const (
+	// MaxRunRows is the maximum number of tokens of Runs, and so of the pairs of one expert in it.
+	MaxRunRows = 8
+	// RunColumns is the number of elements of a run.
+	RunColumns = 4
+)
+
+// MostRuns is the number of rows of Runs.
+func MostRuns(experts, pairs int) int { return min(experts, pairs) }
+
+// checkRuns checks Runs for that number of experts and pairs.
+func (c *checker) checkRuns(runs *Tensor, experts, pairs int) {
+	c.tensor("Runs", runs, int32Only, 2)
+	c.dense("Runs", runs)
+	if most := MostRuns(experts, pairs); c.ok() && (runs.Shape[0] != most || runs.Shape[1] != RunColumns) {
+		c.failf("Runs is %v, want [%d %d] (%d experts, %d pairs)", *runs, most, RunColumns, experts, pairs)
+	}
 }
 
 // Sorting returns the sorting that o includes, if Order is set.
@@ -82,6 +105,21 @@ func (o *Route) check(c *checker) {
 		c.disjoint("Weights", &o.Weights, "Order", &o.Order)
 		c.disjoint("Weights", &o.Weights, "Offsets", &o.Offsets)
 	}
+	if !c.ok() || o.Runs.None() {
+		return
+	}
+	if o.Order.None() {
+		c.failf("Runs is %v, want none without Order", o.Runs)
+	} else if n := o.Logits.Shape[0]; n > MaxRunRows {
+		c.failf("Runs is %v, want none for more than %d rows (Logits has %d)", o.Runs, MaxRunRows, n)
+	}
+	c.checkRuns(&o.Runs, e, o.IDs.Elements())
+	for _, other := range [...]struct {
+		name string
+		t    *Tensor
+	}{{"Logits", &o.Logits}, {"IDs", &o.IDs}, {"Weights", &o.Weights}, {"Counts", &o.Counts}, {"Offsets", &o.Offsets}, {"Order", &o.Order}} {
+		c.disjoint("Runs", &o.Runs, other.name, other.t)
+	}
 }
 
 // Declare implements Op.
@@ -95,6 +133,9 @@ func (o *Route) Declare(d *Decl) {
 	if !o.Order.None() {
 		d.write(&o.Offsets)
 		d.write(&o.Order)
+	}
+	if !o.Runs.None() {
+		d.write(&o.Runs)
 	}
 	d.Flops += int64(o.Logits.Elements()) * int64(4+o.IDs.Shape[1])
 }

@@ -190,6 +190,7 @@ func TestBadData(t *testing.T) {
 		t.Fatal(err)
 	}
 	extent := uint64(h.floats(int(layout.Size / 4)).Addr)
+	slots := []uint64{extent, extent, extent}
 	up := func(offsets, order, experts []int32, slots []uint64) kernels.Op {
 		return &kernels.ExpertUp{ExpertGEMM: kernels.ExpertGEMM{
 			X: h.floats(2, 16), Offsets: h.ints(offsets...), Order: h.ints(order...), Experts: h.ints(experts...),
@@ -200,6 +201,17 @@ func TestBadData(t *testing.T) {
 		o := kernels.ExpertDown{ExpertGEMM: up(offsets, order, experts, slots).(*kernels.ExpertUp).ExpertGEMM}
 		o.X, o.Out = o.Out, h.floats(4, 16)
 		return &o
+	}
+	withRuns := func(op kernels.Op, runs ...int32) kernels.Op {
+		p := &op.(*kernels.ExpertUp).ExpertGEMM
+		p.Runs = tensor(h, kernels.I32, runs, len(runs)/kernels.RunColumns, kernels.RunColumns)
+		return op
+	}
+	manyPairs := func() kernels.Op {
+		return &kernels.ExpertDown{ExpertGEMM: kernels.ExpertGEMM{
+			X: h.floats(9, 16), Offsets: h.ints(0, 9), Order: h.ints(0, 1, 2, 3, 4, 5, 6, 7, 8), Experts: h.ints(0), Slots: tensor(h, kernels.U64, slots, 1),
+			Layout: layout, Out: h.floats(9, 16), Runs: tensor(h, kernels.I32, []int32{0, 0, 9, 0}, 1, kernels.RunColumns),
+		}}
 	}
 	attention := func(starts, lens, table []int32) kernels.Op {
 		s := len(lens)
@@ -222,7 +234,6 @@ func TestBadData(t *testing.T) {
 		}
 	}
 	nan, inf := float32(math.NaN()), float32(math.Inf(1))
-	slots := []uint64{extent, extent, extent}
 	good := []int32{0, 2, 2, 4}
 	order := []int32{0, 3, 1, 2}
 	for _, c := range []struct {
@@ -245,8 +256,11 @@ func TestBadData(t *testing.T) {
 		{up([]int32{0, 3, 2, 4}, order, []int32{1}, slots), "cpu: expert_up: Offsets[2] is 2, want 3 to 4"},
 		{up(good, []int32{0, 4, 1, 2}, []int32{0}, slots), "cpu: expert_up: Order[1] is 4, want 0 to 3"},
 		{up(good, order, []int32{2}, []uint64{extent, extent, 0}), "cpu: expert_up: Slots[2] is 0x0, want the address of expert 2, which has 2 pairs"},
+		{withRuns(up(good, order, []int32{0, 1, 2}, slots), 0, 0, 2, 0, 2, 2, 1, 0, 0, 0, 0, 0), "cpu: expert_up: Runs[6] is 1, want 2 by Offsets"},
+		{withRuns(up(good, order, []int32{0, 1, 2}, slots), 0, 0, 2, 0, 2, 2, 2, 0, 1, 4, 0, 0), "cpu: expert_up: Runs[8] is 1, want 0 by Offsets"},
 		{down(good, order, []int32{2}, []uint64{extent, extent, 0}), "cpu: expert_down: Slots[2] is 0x0"},
 		{down(good, []int32{0, -1, 1, 2}, []int32{0}, slots), "cpu: expert_down: Order[1] is -1"},
+		{manyPairs(), "cpu: expert_down: Runs[2] is 9, want at most 8 pairs of an expert"},
 		{attention([]int32{1, 2, 3}, []int32{16, 16}, []int32{0, 1, 2, 3}), "cpu: attention: SeqStarts[0] is 1, want 0"},
 		{attention([]int32{0, 2, 4}, []int32{16, 16}, []int32{0, 1, 2, 3}), "cpu: attention: SeqStarts[2] is 4, want 3"},
 		{attention([]int32{0, 4, 3}, []int32{16, 16}, []int32{0, 1, 2, 3}), "cpu: attention: SeqStarts[1] is 4"},

@@ -356,7 +356,25 @@ func listedPairs(op string, p *kernels.ExpertGEMM) ([]expertPairs, error) {
 		}
 		found = append(found, expertPairs{pairs: pairs[from:to], first: from, extent: device.Addr(a), column: column, columns: columns})
 	}
+	if !p.Runs.None() {
+		return found, checkRuns(op, vector[int32](&p.Runs), starts)
+	}
 	return found, nil
+}
+
+// checkRuns checks that runs are those of all experts, with those offsets.
+func checkRuns(op string, runs, offsets []int32) error {
+	want := make([]int32, len(runs))
+	listRuns(want, offsets)
+	for i, v := range runs {
+		if v != want[i] {
+			return errValue(op, "Runs", i, int64(v), "%d by Offsets", want[i])
+		}
+		if i%kernels.RunColumns == 2 && v > kernels.MaxRunRows {
+			return errValue(op, "Runs", i, int64(v), "at most %d pairs of an expert", kernels.MaxRunRows)
+		}
+	}
+	return nil
 }
 
 // declareRows declares rows index(pair, its index among all pairs) of t, for all pairs of the

@@ -40,9 +40,26 @@ func (b *Backend) route(o *kernels.Route, access device.Access) error {
 	}
 	if !o.Order.None() {
 		sorting := o.Sorting()
-		return b.group(&sorting, access)
+		if err := b.group(&sorting, access); err != nil {
+			return err
+		}
+	}
+	if !o.Runs.None() {
+		listRuns(vector[int32](&o.Runs), vector[int32](&o.Offsets))
 	}
 	return nil
+}
+
+// listRuns writes the runs of experts with those offsets. runs has room for all that have pairs.
+func listRuns(runs, offsets []int32) {
+	clear(runs)
+	n := 0
+	for e, first := range offsets[:len(offsets)-1] {
+		if pairs := offsets[e+1] - first; pairs > 0 {
+			copy(runs[n*kernels.RunColumns:], []int32{int32(e), first, pairs, 0})
+			n++
+		}
+	}
 }
 
 // top sets ids to the indices of the largest scores, in descending order, the lower index first

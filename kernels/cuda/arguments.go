@@ -16,11 +16,12 @@ type routeArgs struct {
 	limit   float32 // 60
 }
 
-// routeSortArgs has the layout of route_sort_args in src/route_sort.cuh: 80 bytes, fields at these.
+// routeSortArgs has the layout of route_sort_args in src/route_sort.cuh: 88 bytes, fields at these.
 type routeSortArgs struct {
 	route   routeArgs // 0
 	offsets uint64    // 64
 	order   uint64    // 72
+	runs    uint64    // 80
 }
 
 // attentionArgs has the layout of attention_args in src/attention.cu: 232 bytes, fields at these.
@@ -327,7 +328,9 @@ type expertArgs struct {
 	maxTokens  int32     // 224
 	stages     int32     // 228
 	listsReady int32     // 232
-	_          [20]byte
+	mostRuns   int32     // 236
+	runs       uint64    // 240
+	_          [8]byte
 }
 
 // fewArgs has the layout of few_args in src/few.cu: 72 bytes, fields at these.
@@ -351,10 +354,10 @@ type routerGateUpArgs struct {
 	gateUp fewArgs // 72
 }
 
-// routeDownArgs has the layout of route_down_args in src/few.cu: 152 bytes, fields at these.
+// routeDownArgs has the layout of route_down_args in src/few.cu: 160 bytes, fields at these.
 type routeDownArgs struct {
 	route routeSortArgs // 0
-	down  fewArgs       // 80
+	down  fewArgs       // 88
 }
 
 // gemmArgs has the layout of gemm_args in src/gemm.cu: 152 bytes, fields at these.
@@ -433,6 +436,14 @@ type sortArgs struct {
 	order   uint64 // 16
 	pairs   int64  // 24
 	experts int32  // 32
+}
+
+// runsArgs has the layout of runs_args in src/route.cu: 24 bytes, fields at these.
+type runsArgs struct {
+	offsets uint64 // 0
+	runs    uint64 // 8
+	experts int32  // 16
+	most    int32  // 20
 }
 
 // sampleArgs has the layout of sample_args in src/sample.cu: 104 bytes, fields at these.

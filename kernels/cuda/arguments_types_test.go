@@ -32,6 +32,7 @@ var argumentTypes = map[string]reflect.Type{
 	"gemm_args":           reflect.TypeFor[gemmArgs](),
 	"prompt_args":         reflect.TypeFor[promptArgs](),
 	"sort_args":           reflect.TypeFor[sortArgs](),
+	"runs_args":           reflect.TypeFor[runsArgs](),
 	"sample_args":         reflect.TypeFor[sampleArgs](),
 	"log_probs_args":      reflect.TypeFor[logProbsArgs](),
 	"adjust_args":         reflect.TypeFor[adjustArgs](),

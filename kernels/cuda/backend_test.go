@@ -375,6 +375,64 @@ func TestExpertShape(t *testing.T) {
 	}
 }
 
+// TestExpertRuns holds which kernels read the runs that a router has listed.
+func TestExpertRuns(t *testing.T) {
+	for _, test := range []struct {
+		n, hidden, intermediate, experts, k int
+		up, down                            string
+		stages                              int32 // of the way up
+	}{
+		{1, 4096, 14336, 8, 2, "expert_up_alone_few", "expert_down_alone_few", 11}, // Mixtral
+		{8, 4096, 14336, 8, 2, "expert_up_256", "expert_down_64_few", 6},
+		{1, 2048, 1408, 60, 4, "expert_up_64_few", "expert_down_alone_few", 5}, // Qwen1.5-MoE
+		{1, 2048, 768, 128, 8, "expert_up_64_few", "expert_down_64_few", 5},    // Qwen3-30B-A3B
+		{2, 2048, 768, 128, 8, "expert_up_64_few", "expert_down_64_few", 5},
+		{3, 2048, 768, 128, 8, "expert_up_alone_few", "expert_down_alone_few", 11},
+		{8, 2048, 768, 128, 8, "expert_up_256", "expert_down_256", 6},
+	} {
+		r, b, s := list(t, Options{})
+		r.keep, b.hopper = true, true
+		layout, err := b.ExpertLayout(kernels.ExpertShape{Hidden: test.hidden, Intermediate: test.intermediate, DType: kernels.BF16})
+		if err != nil {
+			t.Fatal(err)
+		}
+		pairs := test.n * test.k
+		most, mid := kernels.MostRuns(test.experts, pairs), at(6, tensor(kernels.BF16, pairs, test.intermediate))
+		up := kernels.ExpertUp{ExpertGEMM: kernels.ExpertGEMM{
+			X: at(1, tensor(kernels.BF16, test.n, test.hidden)), Offsets: at(2, tensor(kernels.I32, test.experts+1)), Order: at(3, tensor(kernels.I32, pairs)),
+			Slots: at(4, tensor(kernels.U64, test.experts)), Experts: at(5, tensor(kernels.I32, test.experts)), Layout: layout, Out: mid,
+			Runs: at(8, tensor(kernels.I32, most, kernels.RunColumns)),
+		}}
+		down := kernels.ExpertDown(up)
+		down.X, down.Out = mid, at(7, tensor(kernels.BF16, pairs, test.hidden))
+		others := down
+		others.Runs.Addr += 256
+		if err := errors.Join(b.Enqueue(s, &up), b.Enqueue(s, &down), b.Enqueue(s, &up), b.Enqueue(s, &others)); err != nil {
+			t.Fatal(err)
+		}
+		for i, args := range r.args {
+			a, way := (*expertArgs)(unsafe.Pointer(&args[0])), test.up
+			if i%2 == 1 {
+				way = test.down
+			}
+			name, g := table[r.kernels[i]].name, r.grids[i]
+			if few := strings.HasSuffix(way, "_few"); name != way || few != (a.runs == uint64(up.Runs.Addr)+256*uint64(b2i(i == 3))) || few && (a.mostRuns != int32(most) || a.maxTokens != 16) {
+				t.Errorf("%+v: operation %d is %s: %+v", test, i, name, *a)
+			}
+			if want := b2i(i == 1); a.listsReady != want {
+				t.Errorf("%+v: operation %d: early is %d, want %d", test, i, a.listsReady, want)
+			}
+			if i == 0 && a.stages != test.stages || g.shared > table[r.kernels[i]].shared {
+				t.Errorf("%+v: %d stages, %v", test, a.stages, g)
+			}
+		}
+		up.Runs.Addr += 8
+		if err := b.Enqueue(s, &up); err == nil || !strings.Contains(err.Error(), "cuda: expert_up: Runs is at 0x") {
+			t.Errorf("runs that are not aligned: %v", err)
+		}
+	}
+}
+
 func TestAttentionChoice(t *testing.T) {
 	attention := func(sequences, rows, maxRows, context, heads, kvHeads, d int) *kernels.Attention {
 		return &kernels.Attention{
@@ -502,6 +560,25 @@ func TestRouteChoice(t *testing.T) {
 		}
 		if r.names() != test.want || test.threads > 0 && r.grids[0].threads != test.threads {
 			t.Errorf("%+v: kernels %q, %v", test, r.names(), r.grids)
+		}
+		if !test.sorts || test.rows > kernels.MaxRunRows {
+			continue
+		}
+		r, b, s = list(t, Options{})
+		op.Runs = at(6, tensor(kernels.I32, kernels.MostRuns(test.experts, test.rows*test.k), kernels.RunColumns))
+		if err := b.Enqueue(s, &op); err != nil {
+			t.Errorf("%+v: with runs: %v", test, err)
+		}
+		want := test.want
+		if want != "route_sort" {
+			want += " runs"
+		}
+		if r.names() != want {
+			t.Errorf("%+v: with runs: kernels %q, want %q", test, r.names(), want)
+		}
+		op.Runs.Addr += 4
+		if err := b.Enqueue(s, &op); err == nil || !strings.Contains(err.Error(), "cuda: route: Runs is at 0x") {
+			t.Errorf("%+v: runs that are not aligned: %v", test, err)
 		}
 	}
 }
@@ -755,6 +832,14 @@ func TestRouteDownChoice(t *testing.T) {
 	r, b, s = list(t, Options{})
 	if err := b.Enqueue(s, one(8, 60, 4, 2048, 5632)); err != nil || r.names() != "route_sort few_rows_2" {
 		t.Errorf("other GPUs: %v, kernels %q", err, r.names())
+	}
+	_, b, s = list(t, Options{})
+	unaligned := edited(func(o *kernels.RouteDown) {
+		o.Route.Runs = at(9, tensor(kernels.I32, 32, kernels.RunColumns))
+		o.Route.Runs.Addr += 8
+	})
+	if err := b.Enqueue(s, unaligned); err == nil || !strings.Contains(err.Error(), "cuda: route_down: Runs is at 0x") {
+		t.Errorf("runs that are not aligned: %v", err)
 	}
 	_, b, s = list(t, Options{})
 	if err := b.Enqueue(s, one(1, 4000, 4, 2048, 5632)); err == nil || !strings.Contains(err.Error(), "want at most 3072 experts") {

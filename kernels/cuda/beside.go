@@ -24,6 +24,9 @@ func (l *streamState) routerGateUp(o *kernels.RouterGateUp) error {
 // routeDown enqueues one kernel, if one block has threads enough to route and sort, few_rows computes the GEMM
 // and all blocks run at once; else one after the other.
 func (l *streamState) routeDown(o *kernels.RouteDown) error {
+	if err := alignedRuns(o.Name(), &o.Route.Runs); err != nil {
+		return err
+	}
 	threads, down := routeSortThreads(&o.Route), &o.Down
 	blocks := min(ceil(down.W.Shape[0], 16), l.b.multiprocessors-1)
 	if !o.Route.Order.None() && threads > 0 && threads <= skinnyThreads && blocks > 0 && l.b.computesFewRows(down) {

@@ -82,7 +82,7 @@ func awaited(op kernels.Op, early bool) (all []device.Range) {
 		add(&o.Append.K, &o.Append.V)
 		all = append(all, awaited(&o.Attention, early)...)
 	case *kernels.Route:
-		add(&o.Logits, &o.IDs, &o.Weights, &o.Counts, &o.Offsets, &o.Order)
+		add(&o.Logits, &o.IDs, &o.Weights, &o.Counts, &o.Offsets, &o.Order, &o.Runs)
 	case *kernels.RouterGateUp:
 		all = append(awaited(&o.Router, early), awaited(&o.GateUp, early)...)
 	case *kernels.RouteDown:
@@ -90,11 +90,17 @@ func awaited(op kernels.Op, early bool) (all []device.Range) {
 	case *kernels.SortByExpert:
 		add(&o.IDs, &o.Offsets, &o.Order)
 	case *kernels.ExpertUp:
-		add(&o.X, &o.Offsets, &o.Order, &o.Slots, &o.Experts, &o.Out)
+		add(&o.X, &o.Offsets, &o.Order, &o.Experts, &o.Runs, &o.Out)
+		if o.Runs.None() { // else slots are read early: only copies write them, which no kernel overlaps
+			add(&o.Slots)
+		}
 	case *kernels.ExpertDown:
 		add(&o.X, &o.Out)
 		if !early {
-			add(&o.Offsets, &o.Order, &o.Slots, &o.Experts)
+			add(&o.Offsets, &o.Order, &o.Experts, &o.Runs)
+			if o.Runs.None() {
+				add(&o.Slots)
+			}
 		}
 	case *kernels.Combine:
 		add(&o.X, &o.Weights, &o.Shared, &o.SharedGate, &o.Out)
@@ -454,12 +460,13 @@ func TestEmulatedFewRows(t *testing.T) {
 	}
 }
 
-// TestEmulatedTiles is testExpertTiles and testDenseTiles on the CPU.
+// TestEmulatedTiles is testExpertTiles, testExpertRuns and testDenseTiles on the CPU.
 func TestEmulatedTiles(t *testing.T) {
 	t.Parallel()
 	m, b, s := emulate(t, Options{}, 1)
 	b.hopper = true
 	testExpertTiles(t, m, b, s)
+	testExpertRuns(t, m, b, s)
 	testDenseTiles(t, m, b, s)
 }
 

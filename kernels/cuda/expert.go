@@ -22,18 +22,26 @@ var expertShapes = [...]expertShape{
 	{4, 160, 1, 1, 384, 226 << 10},
 	{1, 64, 2, 2, 256, 112 << 10},
 	{1, 64, 2, 1, 256, 226 << 10},
+	{1, tokenStep, 2, 2, 256, 112 << 10},
+	{1, tokenStep, 2, 1, 256, 226 << 10},
 }
 
 const (
 	expertWide kernelID = iota
 	expertNarrow
 	expertAlone
+	// Those of the last two that read Runs: each expert has tokens of one tile.
+	expertNarrowFew
+	expertAloneFew
 )
 
+// expertNames are how the names of kernels end.
+var expertNames = [len(expertShapes)]string{"256", "64", "alone", "64_few", "alone_few"}
+
 const (
-	// expertRun is the bytes of an expert's entry in shared memory, ringAlign the alignment of
-	// the stages, maxStages the number of barriers.
-	expertRun, ringAlign, maxStages = 24, 1024, 16
+	// expertRun is the bytes of an expert's entry in shared memory, expertSlot with Runs, ringAlign the
+	// alignment of the stages, maxStages the number of barriers.
+	expertRun, expertSlot, ringAlign, maxStages = 24, 8, 1024, 16
 	// With at most fewPairs pairs, expert GEMMs are bound by reading weights.
 	fewPairs = 32
 	// A tile's tokens are a multiple of tokenStep.
@@ -69,6 +77,9 @@ func (l *streamState) hopperExpertGEMM(op string, mode kernelID, p *kernels.Expe
 		return fmt.Errorf("cuda: %s: X is %v at %#x and Out %v at %#x, want rows of X to start at multiples of 16 bytes, of Out at multiples of 8",
 			op, *x, uint64(x.Addr), *out, uint64(out.Addr))
 	}
+	if err := alignedRuns(op, &p.Runs); err != nil {
+		return err
+	}
 	columns, inner := out.Shape[1], x.Shape[1]
 	first, _ := p.ColumnRange()
 	a := expertArgs{
@@ -85,11 +96,15 @@ func (l *streamState) hopperExpertGEMM(op string, mode kernelID, p *kernels.Expe
 		a.start = 4*int64(columns)*int64(p.Layout.Intermediate) + int64(first/tileStep)*unitRows*tileRow // after w1 and w3
 	}
 	usual := ceil(pairs, all)
-	shape := l.b.chooseExpertShape(int(a.units), usual, min(listed, pairs), pairs)
+	shape, lists := l.b.chooseExpertShape(int(a.units), usual, min(listed, pairs), pairs), listed*expertRun
+	if !p.Runs.None() && shape != expertWide {
+		shape, lists = shape+expertNarrowFew-expertNarrow, all*expertSlot
+		a.runs, a.mostRuns = address(&p.Runs), int32(p.Runs.Shape[0])
+	}
 	e := &expertShapes[shape]
 	// Experts with more tokens than the maximum get several tiles.
 	tokens := min(ceil(usual+usual/2, tokenStep)*tokenStep, e.maxTokens)
-	room := e.shared - ringAlign - listed*expertRun
+	room := e.shared - ringAlign - lists
 	stages := min(room/(e.stepsPerStage*e.step(tokens)), maxStages)
 	if stages < 2 {
 		return fmt.Errorf("cuda: %s: Experts is %v, want fewer experts per launch", op, p.Experts)
@@ -104,9 +119,9 @@ func (l *streamState) hopperExpertGEMM(op string, mode kernelID, p *kernels.Expe
 	}
 	// If it directly follows the gate/up projection, the down projection starts to load weights
 	// while that still runs.
-	now := expertLists{a.offsets, a.order, a.slots, a.experts}
+	now := expertLists{a.offsets, a.order, a.slots, a.experts, address(&p.Runs)}
 	a.listsReady = b2i(mode == downMode && l.lastGateUp == now)
-	g := grid{x: l.b.multiprocessors * e.blocks, threads: e.threads, shared: ringAlign + listed*expertRun + stages*e.stepsPerStage*e.step(tokens)}
+	g := grid{x: l.b.multiprocessors * e.blocks, threads: e.threads, shared: ringAlign + lists + stages*e.stepsPerStage*e.step(tokens)}
 	// Wide blocks, which have only one or two tiles, must be distributed evenly, not to
 	// wherever other blocks end first.
 	g.noOverlap = shape == expertWide
@@ -118,4 +133,4 @@ func (l *streamState) hopperExpertGEMM(op string, mode kernelID, p *kernels.Expe
 }
 
 // expertLists are the addresses of the lists that select experts and pairs.
-type expertLists struct{ offsets, order, slots, experts uint64 }
+type expertLists struct{ offsets, order, slots, experts, runs uint64 }

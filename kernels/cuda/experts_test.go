@@ -69,3 +69,66 @@ func testExpertTiles(t *testing.T, m device.Machine, b *Backend, s device.Stream
 		}
 	}
 }
+
+// testExpertRuns holds kernels that read the runs that a router has listed to the bits of those that look for
+// experts with pairs, of every number of rows, and the way down that starts early to the one that does not.
+func testExpertRuns(t *testing.T, m device.Machine, b *Backend, s device.Stream) {
+	multiprocessors := b.multiprocessors
+	defer func() { b.multiprocessors = multiprocessors }()
+	used := map[string]int{}
+	for i, c := range []struct{ hidden, intermediate, experts, k int }{{192, 128, 8, 2}, {64, 320, 60, 4}, {128, 64, 128, 8}} {
+		x := &bench{TB: t, m: m, b: b, s: s, random: rand.New(rand.NewPCG(1, uint64(i))), exponent: 9}
+		layout, slots, all := x.experts(&benchModel{hidden: c.hidden, intermediate: c.intermediate, experts: c.experts})
+		for rows := 1; rows <= kernels.MaxRunRows; rows++ {
+			pairs := rows * c.k
+			route := kernels.Route{
+				Logits: x.weights(kernels.F32, rows, c.experts), Method: kernels.SoftmaxRenorm,
+				IDs: x.ints(make([]int32, pairs)...).View(rows, c.k), Weights: x.weights(kernels.F32, rows, c.k),
+				Offsets: x.ints(make([]int32, c.experts+1)...), Order: x.ints(make([]int32, pairs)...),
+				Runs: x.ints(make([]int32, kernels.RunColumns*kernels.MostRuns(c.experts, pairs))...).View(kernels.MostRuns(c.experts, pairs), kernels.RunColumns),
+			}
+			up := kernels.ExpertUp{ExpertGEMM: kernels.ExpertGEMM{
+				X: x.act(rows, c.hidden), Offsets: route.Offsets, Order: route.Order, Slots: slots, Experts: all, Layout: layout, Out: x.act(pairs, c.intermediate),
+			}}
+			down := kernels.ExpertDown{ExpertGEMM: up.ExpertGEMM}
+			down.X, down.Out = up.Out, x.act(pairs, c.hidden)
+			between := &kernels.Clamp{X: x.act(1, 8), Limit: 1}
+			blank := x.act(pairs, c.hidden+c.intermediate)
+			run := func(ops ...kernels.Op) (got []byte) {
+				for _, out := range []*kernels.Tensor{&up.Out, &down.Out} {
+					r := device.Range{Addr: out.Addr, Bytes: out.Bytes()}
+					if err := s.Copy(r, device.Range{Addr: blank.Addr, Bytes: r.Bytes}); err != nil {
+						t.Fatal(err)
+					}
+				}
+				for _, op := range ops {
+					if err := b.Enqueue(s, op); err != nil {
+						t.Fatal(err)
+					}
+				}
+				for _, out := range []*kernels.Tensor{&up.Out, &down.Out} {
+					got = append(got, x.download(out)...)
+				}
+				return got
+			}
+			for _, n := range []int{2, pairs, 2 * pairs, 1000} {
+				b.multiprocessors = n
+				for way, units := range map[string]int{"up": 2 * c.intermediate / unitRows, "down": c.hidden / unitRows} {
+					used[way+" "+expertNames[b.chooseExpertShape(units, ceil(pairs, c.experts), min(c.experts, pairs), pairs)]]++
+				}
+				up.Runs, down.Runs = kernels.Tensor{}, kernels.Tensor{}
+				want := run(&route, &up, between, &down)
+				up.Runs, down.Runs = route.Runs, route.Runs
+				if !bytes.Equal(run(&route, &up, &down), want) || !bytes.Equal(run(&route, &up, between, &down), want) {
+					t.Errorf("%d rows, %+v, %d multiprocessors: other bits with runs", rows, c, n)
+				}
+			}
+		}
+		x.free()
+	}
+	for _, name := range []string{"up 64", "up alone", "down 64", "down alone"} {
+		if used[name] == 0 {
+			t.Errorf("the way %s is not tested: %v", name, used)
+		}
+	}
+}

@@ -53,6 +53,7 @@ const mostSpilled = 64
 // time to bring them.
 var mostCode = map[string]uint64{
 	"attention_128_wide": 24 << 10, "rope_attention_128_wide": 26 << 10, "norm_rope_attention_128_wide": 31 << 10, "route_sort": 18 << 10, "few_rows_4": 6 << 10, "router_gate_up": 16 << 10, "route_down": 22 << 10, "combine_norm_few_256": 11 << 10, "combine_norm_few_512": 11 << 10,
+	"expert_up_64_few": 13 << 10, "expert_down_64_few": 12 << 10, "expert_up_alone_few": 13 << 10, "expert_down_alone_few": 12 << 10,
 	"norm_few_256": 8 << 10, "norm_few_512": 8 << 10, "rope_append_kv_few": 5 << 10, "norm_rope_append_kv_few": 10 << 10,
 }
 
@@ -280,13 +281,14 @@ func TestGPUOneMultiprocessor(t *testing.T) {
 	}
 }
 
-// TestGPUTiles is testExpertTiles and testDenseTiles on a GPU.
+// TestGPUTiles is testExpertTiles, testExpertRuns and testDenseTiles on a GPU.
 func TestGPUTiles(t *testing.T) {
 	m, b, s := openGPU(t, Options{BatchInvariant: true})
 	if !b.hopper {
 		t.Skip("needs compute capability 9.0: experts lie by rows before")
 	}
 	testExpertTiles(t, m, b, s)
+	testExpertRuns(t, m, b, s)
 	testDenseTiles(t, m, b, s)
 }
 

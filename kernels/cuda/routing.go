@@ -21,6 +21,9 @@ func (l *streamState) route(o *kernels.Route) error {
 	if experts > maxExperts {
 		return fmt.Errorf("cuda: %s: Logits is %v, want at most %d experts", o.Name(), o.Logits, maxExperts)
 	}
+	if err := alignedRuns(o.Name(), &o.Runs); err != nil {
+		return err
+	}
 	a := routeArguments(o)
 	sorts := !o.Order.None()
 	if g := routeSortGrid(o); sorts && g.x > 0 {
@@ -31,7 +34,20 @@ func (l *streamState) route(o *kernels.Route) error {
 		return err
 	}
 	sorting := o.Sorting()
-	return l.group(&sorting)
+	if err := l.group(&sorting); err != nil || o.Runs.None() {
+		return err
+	}
+	return launch(l, o.Name(), runsKernel, grid{x: 1, threads: 32}, &runsArgs{
+		offsets: address(&o.Offsets), runs: address(&o.Runs), experts: int32(experts), most: int32(o.Runs.Shape[0]),
+	})
+}
+
+// alignedRuns checks that Runs can be accessed a run at a time.
+func alignedRuns(op string, runs *kernels.Tensor) error {
+	if runs.Addr%16 != 0 {
+		return fmt.Errorf("cuda: %s: Runs is at %#x, want a multiple of 16", op, uint64(runs.Addr))
+	}
+	return nil
 }
 
 func routeArguments(o *kernels.Route) routeSortArgs {
@@ -41,7 +57,7 @@ func routeArguments(o *kernels.Route) routeSortArgs {
 			stride: int64(o.Logits.Stride[0]), rows: int64(o.Logits.Shape[0]),
 			experts: int32(o.Logits.Shape[1]), k: int32(o.IDs.Shape[1]), method: int32(o.Method), limit: 2 * o.Jitter,
 		},
-		offsets: address(&o.Offsets), order: address(&o.Order),
+		offsets: address(&o.Offsets), order: address(&o.Order), runs: address(&o.Runs),
 	}
 }
 

@@ -82,6 +82,7 @@ const (
 	routeSort
 	groupKernel
 	groupFew
+	runsKernel
 	sampleKernel
 	sampleMerge
 	sampleCut
@@ -153,6 +154,7 @@ var table = func() []kernel {
 		{"route.cu", "route_sort", defaultShared},
 		{"route.cu", "group", 0},
 		{"route.cu", "group_few", 0},
+		{"route.cu", "runs", 0},
 		{"sample.cu", "sample", 0},
 		{"sample.cu", "sample_merge", 0},
 		{"sample.cu", "sample_cut", 0},
@@ -193,11 +195,7 @@ var table = func() []kernel {
 	}
 	for _, mode := range []string{"up", "down"} {
 		for i := range expertShapes {
-			name := fmt.Sprintf("expert_%s_%d", mode, expertShapes[i].units*unitRows)
-			if kernelID(i) == expertAlone {
-				name = fmt.Sprintf("expert_%s_alone", mode)
-			}
-			t = append(t, kernel{"expert.cu", name, expertShapes[i].shared})
+			t = append(t, kernel{"expert.cu", "expert_" + mode + "_" + expertNames[i], expertShapes[i].shared})
 		}
 	}
 	for i := range denseShapes {

@@ -120,12 +120,17 @@ func testRouteDownShape(r *rig, variant, n, experts, k int, method kernels.Route
 		Logits: logits.Tensor, Method: method, Jitter: jitter, IDs: ids.Tensor, Weights: weights.Tensor, Counts: countsArg,
 	}}
 	sorts := variant%5 != 4
-	var offsets, order tensor
+	var offsets, order, listed tensor
 	outs := []tensor{ids, weights}
 	if sorts {
 		offsets, order = r.dense("Offsets", kernels.I32, experts+1), r.dense("Order", kernels.I32, n*k)
 		op.Route.Offsets, op.Route.Order = offsets.Tensor, order.Tensor
 		outs = append(outs, offsets, order)
+		if n <= kernels.MaxRunRows {
+			listed = r.runs(experts, n*k)
+			op.Route.Runs = listed.Tensor
+			outs = append(outs, listed)
+		}
 	}
 	if !countsArg.None() {
 		outs = append(outs, counts)
@@ -165,6 +170,9 @@ func testRouteDownShape(r *rig, variant, n, experts, k int, method kernels.Route
 		wantOffsets, wantOrder := sorted(selected, experts)
 		r.exact(offsets, asFloats(wantOffsets))
 		r.exact(order, asFloats(wantOrder))
+		if !listed.None() {
+			r.exactRuns(listed, wantOffsets, n*k)
+		}
 	}
 	if !countsArg.None() {
 		r.exact(counts, wantCounts)

@@ -199,6 +199,18 @@ func sorted(ids [][]int, experts int) (offsets, order []int) {
 	return append(offsets, len(order)), order
 }
 
+// runs has {expert, first pair, pairs, 0} of each expert that has pairs, and zeros for the others there is room for.
+func runs(offsets []int, pairs int) []int {
+	var all []int
+	experts := len(offsets) - 1
+	for e, first := range offsets[:experts] {
+		if n := offsets[e+1] - first; n > 0 {
+			all = append(all, e, first, n, 0)
+		}
+	}
+	return append(all, make([]int, kernels.RunColumns*kernels.MostRuns(experts, pairs)-len(all))...)
+}
+
 // route selects k different experts for each of n tokens. Some experts are never
 // selected.
 func (r *rig) route(n, experts, k int) [][]int {
@@ -239,6 +251,14 @@ func testExperts(r *rig) {
 		{3, 128, 1216, 4, 2, 3},
 		{2, 64, 64, 600, 4, 570},  // more than a block has threads
 		{10, 64, 64, 200, 4, 180}, // more than a warp lists at once
+		// With runs, and one row more.
+		{1, 64, 192, 60, 4, 0},
+		{3, 192, 64, 128, 8, 0},
+		{8, 128, 128, 60, 4, 0},
+		{8, 64, 64, 128, 8, 0},
+		{8, 64, 192, 2, 2, 0}, // all tokens choose both experts
+		{5, 64, 64, 300, 3, 0},
+		{9, 64, 64, 8, 2, 0},
 	}
 	if r.o.Full {
 		shapes = append(shapes,
@@ -308,6 +328,20 @@ func testExpertShape(r *rig, s expertShape, w kernels.DType, gaps, everywhere bo
 	r.do(&up, &down)
 	l.compare(r, x, mid, out, 0)
 	wantMid, wantOut := bytes.Clone(mid.buffer.after), bytes.Clone(out.buffer.after)
+	if s.n <= kernels.MaxRunRows && s.listed == 0 {
+		listed := runs(offsets, s.n*s.k)
+		all := r.ints("Runs", listed...)
+		up.Runs = all.View(len(listed)/kernels.RunColumns, kernels.RunColumns)
+		down.Runs = up.Runs
+		mid.buffer.out, out.buffer.out = nil, nil
+		l.writes(mid, func(_, place int) int { return place })
+		l.writes(out, func(pair, _ int) int { return pair })
+		r.do(&up, &down)
+		all.buffer.partly = true
+		r.alike(mid, wantMid, "runs")
+		r.alike(out, wantOut, "runs")
+		up.Runs, down.Runs = kernels.Tensor{}, kernels.Tensor{}
+	}
 	l.columns(r, up, down, x, mid, out, wantMid)
 	if !r.o.BatchInvariant {
 		return

@@ -69,6 +69,13 @@ func testRoute(r *rig) {
 			shapes = append(shapes, shape{n, e, 2, kernels.SparseMixer, 3, 0.05}, shape{n, e, 2, kernels.SparseMixer, -3, 0.05}, shape{n, e, 2, kernels.SparseMixer, 0, 1})
 		}
 	}
+	// With runs, in one block and in several.
+	const withRuns = 3
+	for _, ek := range [][2]int{{8, 2}, {60, 4}, {128, 8}, {200, 8}} {
+		for _, n := range []int{withRuns, kernels.MaxRunRows} {
+			shapes = append(shapes, shape{n, ek[0], ek[1], kernels.SoftmaxRenorm, 0, 4})
+		}
+	}
 	for i, s := range shapes {
 		r.run(fmt.Sprintf("%+v", s), func(r *rig) {
 			const jitter = 0.01
@@ -98,13 +105,18 @@ func testRoute(r *rig) {
 				wantCounts = counts.row()
 			}
 			op := kernels.Route{Logits: logits.Tensor, Method: s.method, Jitter: jitter, IDs: ids.Tensor, Weights: weights.Tensor, Counts: countsArg}
-			var offsets, order tensor
-			sorts := i%4 == 1 || i%4 == 2
+			var offsets, order, listed tensor
+			sorts := i%4 == 1 || i%4 == 2 || s.n == withRuns || s.n == kernels.MaxRunRows
 			if sorts {
 				offsets, order = r.dense("Offsets", kernels.I32, s.experts+1), r.dense("Order", kernels.I32, s.n*s.k)
 				offsets.writes()
 				order.writes()
 				op.Offsets, op.Order = offsets.Tensor, order.Tensor
+				if s.n <= kernels.MaxRunRows {
+					listed = r.runs(s.experts, s.n*s.k)
+					listed.writes()
+					op.Runs = listed.Tensor
+				}
 			}
 			r.do(&op)
 			selected := make([][]int, s.n)
@@ -121,6 +133,9 @@ func testRoute(r *rig) {
 				wantOffsets, wantOrder := sorted(selected, s.experts)
 				r.exact(offsets, asFloats(wantOffsets))
 				r.exact(order, asFloats(wantOrder))
+				if !listed.None() {
+					r.exactRuns(listed, wantOffsets, s.n*s.k)
+				}
 			}
 			if sorts && countsArg.None() {
 				together := make([][]float64, s.n)
@@ -128,7 +143,10 @@ func testRoute(r *rig) {
 					together[n] = weights.got(n)
 				}
 				sorting := op.Sorting()
-				op.Offsets, op.Order = kernels.Tensor{}, kernels.Tensor{}
+				op.Offsets, op.Order, op.Runs = kernels.Tensor{}, kernels.Tensor{}, kernels.Tensor{}
+				if !listed.None() {
+					listed.buffer.out = nil
+				}
 				r.do(&op, &sorting)
 				for n := range together {
 					r.exact(weights, together[n], n)
@@ -197,6 +215,20 @@ func testSortByExpert(r *rig) {
 			r.exact(offsets, asFloats(wantOffsets))
 			r.exact(order, asFloats(wantOrder))
 		})
+	}
+}
+
+// runs returns a tensor for the runs of that many experts and pairs.
+func (r *rig) runs(experts, pairs int) tensor {
+	return r.dense("Runs", kernels.I32, kernels.MostRuns(experts, pairs), kernels.RunColumns)
+}
+
+// exactRuns checks the runs of pairs that are sorted with those offsets.
+func (r *rig) exactRuns(t tensor, offsets []int, pairs int) {
+	r.Helper()
+	want := asFloats(runs(offsets, pairs))
+	for i := range t.Shape[0] {
+		r.exact(t, want[i*kernels.RunColumns:][:kernels.RunColumns], i)
 	}
 }
 

@@ -10,6 +10,9 @@
 //
 // Every element is accumulated over K in ascending order, 16 elements at a time, for any tile,
 // so the number of tokens does not change a bit of any token's result.
+//
+// Kernels for few tokens (few) read the runs that route_sort has listed: experts with pairs, each
+// with tokens of one tile. The others look for these experts first.
 
 struct expert_args {
   tensor_map x_rows;       // down projection: tiles of max_tokens rows of X
@@ -22,6 +25,8 @@ struct expert_args {
   int top_k;               // gate/up projection: a pair's row of X is pair / top_k
   int max_tokens, stages;        // tokens of a tile, a multiple of 16; stages of the pipeline
   int lists_ready;               // the preceding kernel writes only X: the lists were complete when it began
+  int most_runs;                 // few: entries of runs
+  u64 runs;                      // few: {expert, first pair, pairs, 0} each, zeros behind the last
 };
 
 // run is the tiles of one expert, which have consecutive indices.
@@ -134,7 +139,7 @@ DEVICE float silu_fast(float x) { return __fmul_rn(x, reciprocal_fast(__fadd_rn(
 
 // groups consumer warpgroups multiply blocks units of weights each, by up to max_tokens tokens;
 // a stage of the pipeline has steps_per_stage k-steps. once: weights need not stay in L2.
-template <bool up, int groups, int blocks, int max_tokens, int steps_per_stage, bool once>
+template <bool up, int groups, int blocks, int max_tokens, int steps_per_stage, bool once, bool few>
 struct expert_product {
   static constexpr int tile_units = groups * blocks;
   static constexpr int producers = 128;
@@ -146,15 +151,50 @@ struct expert_product {
 
   const expert_args &a;
   ring r;
-  run *runs;
+  run *runs;         // but with few
+  const u64 *slots;  // with few, of all experts
   int across;
   u64 policy;  // of weights in L2, with once
+  int run_step, unit_step;  // with few: from a tile of the block to the next
 
   // A tile of weights and tokens.
   struct tile {
     u64 weights;
     int unit, units, first, tokens;  // first: first token, in order
   };
+
+  // Where the search for a block's next tile starts: the run. With few that tile itself: its run, of which it is the
+  // unit-th tile, and the entry of the run, which is loaded ahead.
+  struct place {
+    int run, unit;
+    uint4 entry;
+  };
+
+  // The entry of a tile's run, zeros behind the last one.
+  DEVICE uint4 entry(int run) const {
+    if (run < a.most_runs) return load_streaming((const uint4 *)a.runs + run);
+    return {0, 0, 0, 0};
+  }
+
+  static_assert(!few || tile_units == 1);
+
+  // Whether there is a tile of that index, from the block's own on and increasing from call to call, and
+  // which.
+  DEVICE bool next(int index, int count, place &at, tile &t) const {
+    if (few) {
+      uint4 e = at.entry;
+      if (e.z == 0) return false;
+      t = {slots[e.x] + a.start + (i64)at.unit * a.tiles * unit_bytes, at.unit, 1, (int)e.y, (int)e.z};
+      at.run += run_step;
+      at.unit += unit_step;
+      if (at.unit >= across) at.unit -= across, at.run++;
+      at.entry = entry(at.run);
+      return true;
+    }
+    if (index >= count) return false;
+    t = find(index, at.run);
+    return true;
+  }
 
   // Returns the tile with that index, which increases from call to call; at is the run to start
   // the search from.
@@ -180,6 +220,12 @@ struct expert_product {
     unsigned char *stage = r.memory + slot * steps_per_stage * r.step_bytes;
     int steps = min(steps_per_stage, a.steps - k);
     barrier_expect(&r.full[slot], t.units * steps * unit_bytes);
+    if (few) {  // without the instructions of loops
+#pragma unroll
+      for (int s = 0; s < steps_per_stage; s++)
+        if (s < steps) copy_bulk<once>(stage + s * r.step_bytes, (const char *)t.weights + (i64)(k + s) * unit_bytes, unit_bytes, &r.full[slot], policy);
+      return;
+    }
     for (int u = 0; u < t.units; u++)
       for (int s = 0; s < steps; s++)
         copy_bulk<once>(stage + s * r.step_bytes + u * unit_bytes, (const char *)t.weights + ((i64)u * a.tiles + k + s) * unit_bytes, unit_bytes,
@@ -196,23 +242,23 @@ struct expert_product {
   }
 
   // Producer: one thread for the down projection, else all producer threads.
-  DEVICE void produce(int count) {
-    int chunk = threadIdx.x & 7, lead = threadIdx.x >> 3, at = 0;
+  DEVICE void produce(int count, place at) {
+    int chunk = threadIdx.x & 7, lead = threadIdx.x >> 3;
+    tile t;
     int loaded = 0;  // k-steps of the first tile whose weights are loaded before X is complete
     if (!up) prefetch_map(&a.x_rows);
-    if (a.lists_ready) {
-      if (threadIdx.x == 0 && blockIdx.x < count) {
-        tile t = find(blockIdx.x, at);
+    if (few || a.lists_ready) {  // with few also behind the wait: before the tokens are looked up
+      place first = at;
+      if (threadIdx.x == 0 && next(blockIdx.x, count, first, t)) {
         for (int slot = 0; slot < r.stages && loaded < a.steps; slot++, loaded += steps_per_stage) load_weights(t, loaded, slot);
       }
       wait_dependencies();
     }
     pipeline_state now = {0, 1};
     int to = tile_units * unit_bytes + lead * 128 + ((chunk ^ (lead & 7)) << 4);
-    for (int index = blockIdx.x; index < count; index += gridDim.x) {
-      tile t = find(index, at);
+    for (int index = blockIdx.x; next(index, count, at, t); index += gridDim.x) {
       const u16 *rows[rows_each];
-      for (int k = 0; k < a.steps; k += steps_per_stage) {
+      auto load = [&](int k) {
         unsigned char *stage = r.memory + now.slot * steps_per_stage * r.step_bytes;
         int steps = min(steps_per_stage, a.steps - k);
         barrier_wait(&r.empty[now.slot], now.parity);
@@ -220,7 +266,7 @@ struct expert_product {
         if (!up) {
           load_tokens(t, k, now.slot);
           advance(r, now);
-          continue;
+          return;
         }
         if (k == 0) {  // looked up while the first weights are in flight
 #pragma unroll
@@ -239,6 +285,12 @@ struct expert_product {
             if (lead + i * 16 < t.tokens && s < steps) copy_async(stage + s * r.step_bytes + to + i * 16 * 128, rows[i] + (k + s) * 64, 16);
         barrier_arrive_after_copies(&r.full[now.slot]);
         advance(r, now);
+      };
+      if (few) {
+#pragma unroll 1
+        for (int k = 0; k < a.steps; k += steps_per_stage) load(k);
+      } else {
+        for (int k = 0; k < a.steps; k += steps_per_stage) load(k);
       }
     }
   }
@@ -282,41 +334,65 @@ struct expert_product {
     }
   }
 
-  DEVICE void consume(int count) {
-    int group = threadIdx.x / 128 - 1, at = 0;
+  DEVICE void consume(int count, place at) {
+    int group = threadIdx.x / 128 - 1;
     pipeline_state now = {0, 0};
+    tile t;
     wait_dependencies();
-    for (int index = blockIdx.x; index < count; index += gridDim.x) {
-      tile t = find(index, at);
-      with_room<max_tokens, !up>(t.tokens, [&](auto room) { multiply<decltype(room)::value>(t, group, now); });
+    for (int index = blockIdx.x; next(index, count, at, t); index += gridDim.x) {
+      if (few)
+        multiply<max_tokens>(t, group, now);
+      else
+        with_room<max_tokens, !up>(t.tokens, [&](auto room) { multiply<decltype(room)::value>(t, group, now); });
     }
   }
 };
 
-template <bool up, int groups, int blocks, int max_tokens, int steps_per_stage, bool once>
+template <bool up, int groups, int blocks, int max_tokens, int steps_per_stage, bool once, bool few>
 DEVICE void expert(const expert_args &a, unsigned char *memory) {
-  if (!a.lists_ready) wait_dependencies();
-  launch_dependents();  // after the wait: the next kernel may start with data that this one has waited for
+  using product = expert_product<up, groups, blocks, max_tokens, steps_per_stage, once, few>;
+  if (!few) {
+    if (!a.lists_ready) wait_dependencies();
+    launch_dependents();  // after the wait: the next kernel may start with data that this one has waited for
+  }
   __shared__ u64 full[most_stages], empty[most_stages];
   __shared__ int tiles;
   // The stages start at a multiple of 1024 bytes, as the swizzle requires.
   unsigned char *start = memory + (-shared_address(memory) & 1023);
-  expert_product<up, groups, blocks, max_tokens, steps_per_stage, once> p = {a, {start, full, empty, a.stages, groups * blocks * unit_bytes + a.max_tokens * 128}, 0, 0, 0};
+  product p = {a, {start, full, empty, a.stages, groups * blocks * unit_bytes + a.max_tokens * 128}, 0, 0, 0, 0, 0, 0};
   if (once) p.policy = read_once();
   p.across = (a.units + p.tile_units - 1) / p.tile_units;
-  p.runs = (run *)(start + a.stages * steps_per_stage * p.r.step_bytes);
-  if (threadIdx.x < 32) {
+  unsigned char *lists = start + a.stages * steps_per_stage * p.r.step_bytes;
+  typename product::place at = {0, 0, {0, 0, 0, 0}};
+  if (few) {
+    // All that does not depend on the router comes before the wait.
     if (threadIdx.x == 0) ring_init(p.r, up ? p.producers + 1 : 2, groups);
-    int n = once ? list_few_runs(a, p.runs, p.across) : list_runs(a, p.runs, p.across);
-    if (threadIdx.x == 0) tiles = n;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < a.experts_all; i += p.threads) ((u64 *)lists)[i] = load_early((const u64 *)a.slots + i);
+    p.slots = (const u64 *)lists;
+    u32 across = p.across;
+    p.run_step = gridDim.x / across, p.unit_step = gridDim.x % across;
+    at.run = blockIdx.x / across, at.unit = blockIdx.x % across;
+  } else {
+    p.runs = (run *)lists;
+    if (threadIdx.x < 32) {
+      if (threadIdx.x == 0) ring_init(p.r, up ? p.producers + 1 : 2, groups);
+      int n = once ? list_few_runs(a, p.runs, p.across) : list_runs(a, p.runs, p.across);
+      if (threadIdx.x == 0) tiles = n;
+    }
   }
   __syncthreads();
+  if (few) {
+    if (!a.lists_ready) wait_dependencies();
+    launch_dependents();
+    at.entry = p.entry(at.run);
+  }
   if (threadIdx.x < p.producers) {
     if (groups == 2) give_registers<72>();
-    if (up || threadIdx.x == 0) p.produce(tiles);
+    if (up || threadIdx.x == 0) p.produce(tiles, at);
   } else {
     if (groups == 2) take_registers<216>();
-    p.consume(tiles);
+    p.consume(tiles, at);
   }
 }
 
@@ -324,18 +400,26 @@ DEVICE void expert(const expert_args &a, unsigned char *memory) {
 // narrow with one block per multiprocessor, for few pairs. expert.go has their threads and
 // shared memory. Alone, copies with the policy of once were slower: steps of Mixtral with one sequence took
 // 1 to 4 % longer.
-#define EXPERT(name, up)                                               \
-  KERNEL(384, 1) name##_256(const __grid_constant__ expert_args a) {   \
-    DYNAMIC_SHARED(memory);                                            \
-    expert<up, 2, 2, 160, 1, false>(a, memory);                        \
-  }                                                                    \
-  KERNEL(256, 2) name##_64(const __grid_constant__ expert_args a) {    \
-    DYNAMIC_SHARED(memory);                                            \
-    expert<up, 1, 1, 64, 2, true>(a, memory);                          \
-  }                                                                    \
-  KERNEL(256, 1) name##_alone(const __grid_constant__ expert_args a) { \
-    DYNAMIC_SHARED(memory);                                            \
-    expert<up, 1, 1, 64, 2, false>(a, memory);                         \
+#define EXPERT(name, up)                                                   \
+  KERNEL(384, 1) name##_256(const __grid_constant__ expert_args a) {       \
+    DYNAMIC_SHARED(memory);                                                \
+    expert<up, 2, 2, 160, 1, false, false>(a, memory);                     \
+  }                                                                        \
+  KERNEL(256, 2) name##_64(const __grid_constant__ expert_args a) {        \
+    DYNAMIC_SHARED(memory);                                                \
+    expert<up, 1, 1, 64, 2, true, false>(a, memory);                       \
+  }                                                                        \
+  KERNEL(256, 1) name##_alone(const __grid_constant__ expert_args a) {     \
+    DYNAMIC_SHARED(memory);                                                \
+    expert<up, 1, 1, 64, 2, false, false>(a, memory);                      \
+  }                                                                        \
+  KERNEL(256, 2) name##_64_few(const __grid_constant__ expert_args a) {    \
+    DYNAMIC_SHARED(memory);                                                \
+    expert<up, 1, 1, 16, 2, true, true>(a, memory);                        \
+  }                                                                        \
+  KERNEL(256, 1) name##_alone_few(const __grid_constant__ expert_args a) { \
+    DYNAMIC_SHARED(memory);                                                \
+    expert<up, 1, 1, 16, 2, false, true>(a, memory);                       \
   }
 
 EXPERT(expert_up, true)

@@ -137,3 +137,20 @@ KERNEL(32, 1) group_few(const sort_args a) {
     order += __popc(hits);
   }
 }
+
+struct runs_args {
+  u64 offsets, runs;
+  int experts, most;  // entries of runs
+};
+
+// Lists the experts with pairs as route_sort does, behind group_few; in one warp.
+KERNEL(32, 1) runs(const runs_args a) {
+  begin();
+  const int *offsets = (const int *)a.offsets;
+  int listed = 0;
+  for (int from = 0; from < a.experts; from += 32) {
+    int e = from + threadIdx.x, first = e < a.experts ? offsets[e] : 0, pairs = e < a.experts ? offsets[e + 1] - first : 0;
+    listed = append_runs(a.runs, listed, e, first, pairs);
+  }
+  end_runs(a.runs, listed, a.most);
+}

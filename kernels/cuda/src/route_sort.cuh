@@ -25,8 +25,23 @@ DEVICE bool within_limit(const route_args &a, float m, float s) { return !((m - 
 
 struct route_sort_args {
   route_args route;
-  u64 offsets, order;
+  u64 offsets, order, runs;  // runs: 0 for none
 };
+
+// Lists the experts of a warp's lanes that have pairs behind the first listed ones, and returns how many are
+// listed then: {expert, first, pairs, 0} each.
+DEVICE int append_runs(u64 runs, int listed, int expert, int first, int pairs) {
+  u32 here = __ballot_sync(all_lanes, pairs > 0);
+  int to = listed + __popc(here & ((1u << threadIdx.x % 32) - 1));
+  if (pairs > 0) store_chunk((uint4 *)runs + to, uint4{(u32)expert, (u32)first, (u32)pairs, 0});
+  return listed + __popc(here);
+}
+
+// Clears the entries behind the first listed ones; in a warp.
+DEVICE void end_runs(u64 runs, int listed, int most) {
+#pragma unroll 1
+  for (int i = listed + threadIdx.x % 32; i < most; i += 32) store_chunk((uint4 *)runs + i, uint4{0, 0, 0, 0});
+}
 
 // Routes few rows and sorts their pairs, in one block with a thread for each row and expert, in
 // whole warps of a row, and any number of warps more: a thread counts the experts that are selected
@@ -126,7 +141,7 @@ DEVICE void route_and_sort(const route_sort_args &args, unsigned char *memory) {
   }
   __syncthreads();
   if (warp == 0) {
-    int sum = 0;
+    int sum = 0, listed = 0;
 #pragma unroll 1
     for (int from = 0; from < a.experts; from += 32) {
       int e = from + lane, n = e < a.experts ? firsts[e] : 0, up_to = n;
@@ -135,10 +150,13 @@ DEVICE void route_and_sort(const route_sort_args &args, unsigned char *memory) {
         int v = __shfl_up_sync(all_lanes, up_to, j);
         if (lane >= j) up_to += v;
       }
-      if (e < a.experts) firsts[e] = ((int *)args.offsets)[e] = sum + up_to - n;
+      int begin = sum + up_to - n;
+      if (e < a.experts) firsts[e] = ((int *)args.offsets)[e] = begin;
+      if (args.runs) listed = append_runs(args.runs, listed, e, begin, n);
       sum += __shfl_sync(all_lanes, up_to, 31);
     }
     if (lane == 0) ((int *)args.offsets)[a.experts] = sum;
+    if (args.runs) end_runs(args.runs, listed, min(a.experts, pairs));
   }
   __syncthreads();
   if (id >= 0) ((int *)args.order)[firsts[id] + counts[warp * a.experts + id] + before] = pair;

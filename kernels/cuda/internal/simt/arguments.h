@@ -16,6 +16,7 @@
   FIELD(route_sort_args, route) \
   FIELD(route_sort_args, offsets) \
   FIELD(route_sort_args, order) \
+  FIELD(route_sort_args, runs) \
   STRUCT(attention_args) \
   FIELD(attention_args, q) \
   FIELD(attention_args, k) \
@@ -267,6 +268,8 @@
   FIELD(expert_args, max_tokens) \
   FIELD(expert_args, stages) \
   FIELD(expert_args, lists_ready) \
+  FIELD(expert_args, most_runs) \
+  FIELD(expert_args, runs) \
   STRUCT(few_args) \
   FIELD(few_args, x) \
   FIELD(few_args, w) \
@@ -353,6 +356,11 @@
   FIELD(sort_args, order) \
   FIELD(sort_args, pairs) \
   FIELD(sort_args, experts) \
+  STRUCT(runs_args) \
+  FIELD(runs_args, offsets) \
+  FIELD(runs_args, runs) \
+  FIELD(runs_args, experts) \
+  FIELD(runs_args, most) \
   STRUCT(sample_args) \
   FIELD(sample_args, logits) \
   FIELD(sample_args, temperatures) \
