@@ -2,6 +2,7 @@ package forward
 
 import (
 	"encoding/binary"
+	"errors"
 	"math"
 	"slices"
 	"strings"
@@ -486,6 +487,72 @@ func TestCombineNorms(t *testing.T) {
 
 // Stages, and putting a batch together, allocate nothing; and they suit a backend
 // with 16-bit activations.
+// listing is a backend that lists the runs that operations have, and runs none.
+type listing struct {
+	checking
+	route, up, down kernels.Tensor
+}
+
+func (l *listing) Enqueue(s device.Stream, op kernels.Op) error {
+	switch o := op.(type) {
+	case *kernels.Route:
+		l.route = o.Runs
+	case *kernels.RouteDown:
+		l.route = o.Route.Runs
+	case *kernels.ExpertUp:
+		l.up = o.Runs
+	case *kernels.ExpertDown:
+		l.down = o.Runs
+	}
+	return l.checking.Enqueue(s, op)
+}
+
+// TestRuns holds when experts get the runs that the router has listed: of few tokens that it has sorted, and where
+// all experts and all of their columns are computed.
+func TestRuns(t *testing.T) {
+	c := mustParse(t, "qwen2_moe", nil)
+	l, err := models.NewLayout(c, models.NewDummy(c, 0), nil)
+	check(t, err)
+	b := &listing{}
+	limits := Limits{MaxTokens: 16, MaxSeqs: 1, MaxLogits: 1, MaxModelLen: 16, BlockTokens: 16}
+	m, err := NewModel(c, l.Bind(1<<20), b, device.Range{Addr: 1 << 30, Bytes: WorkspaceBytes(c, b, limits)}, limits)
+	check(t, err)
+	slots, list := kernels.New(1<<41, kernels.U64, c.Experts), kernels.New(1<<42, kernels.I32, c.Experts)
+	shape := c.ExpertShape(l.ExpertDType)
+	layout := kernels.ExpertLayout{ExpertShape: shape, Tag: "row-major", Size: device.Align(shape.Bytes())}
+	for _, rows := range []int{1, 3, kernels.MaxRunRows, kernels.MaxRunRows + 1} {
+		batch, few := Batch{Span: Span{Rows: rows}}, rows <= kernels.MaxRunRows
+		for name, sorts := range map[string]func() error{
+			"router":                          func() error { return m.PostAttention(nil, 0, &batch, true) },
+			"router beside the shared expert": func() error { return m.PostAttentionShared(nil, 0, &batch) },
+			"sorted later": func() error {
+				return errors.Join(m.PostAttention(nil, 0, &batch, false), m.SortByExpert(nil, 0, batch.Span))
+			},
+			"sorted again": func() error {
+				return errors.Join(m.PostAttention(nil, 0, &batch, true), m.SortByExpert(nil, 0, batch.Span))
+			},
+		} {
+			check(t, sorts())
+			if want := few && name != "sorted later"; b.route.None() == want {
+				t.Errorf("%d rows, %s: the router's runs are %v", rows, name, b.route)
+			}
+			want := few && strings.HasPrefix(name, "router")
+			check(t, m.Experts(nil, 0, batch.Span, slots, list, layout))
+			if b.up.None() == want || b.up != b.down || want && b.up != b.route {
+				t.Errorf("%d rows, %s: runs of gate/up are %v, of down %v", rows, name, b.up, b.down)
+			}
+			check(t, m.Experts(nil, 0, batch.Span, slots, list.Slice(1, c.Experts), layout))
+			if !b.up.None() || !b.down.None() {
+				t.Errorf("%d rows, %s, some of the experts: runs of gate/up are %v, of down %v", rows, name, b.up, b.down)
+			}
+			check(t, m.ExpertColumns(nil, 0, batch.Span, slots, list, layout, kernels.Columns{End: shape.Intermediate}))
+			if !b.up.None() || !b.down.None() {
+				t.Errorf("%d rows, %s, some of the columns: runs of gate/up are %v, of down %v", rows, name, b.up, b.down)
+			}
+		}
+	}
+}
+
 func TestNoAllocations(t *testing.T) {
 	for _, kind := range modelstest.Kinds {
 		c := mustParse(t, kind, modelstest.DenseLayer(kind))

@@ -383,12 +383,12 @@ func TestExpertRuns(t *testing.T) {
 		stages                              int32 // of the way up
 	}{
 		{1, 4096, 14336, 8, 2, "expert_up_alone_few", "expert_down_alone_few", 11}, // Mixtral
-		{8, 4096, 14336, 8, 2, "expert_up_256", "expert_down_64_few", 6},
+		{8, 4096, 14336, 8, 2, "expert_up_256_few", "expert_down_64_few", 6},
 		{1, 2048, 1408, 60, 4, "expert_up_64_few", "expert_down_alone_few", 5}, // Qwen1.5-MoE
 		{1, 2048, 768, 128, 8, "expert_up_64_few", "expert_down_64_few", 5},    // Qwen3-30B-A3B
 		{2, 2048, 768, 128, 8, "expert_up_64_few", "expert_down_64_few", 5},
 		{3, 2048, 768, 128, 8, "expert_up_alone_few", "expert_down_alone_few", 11},
-		{8, 2048, 768, 128, 8, "expert_up_256", "expert_down_256", 6},
+		{8, 2048, 768, 128, 8, "expert_up_256_few", "expert_down_256_few", 6},
 	} {
 		r, b, s := list(t, Options{})
 		r.keep, b.hopper = true, true
@@ -416,11 +416,14 @@ func TestExpertRuns(t *testing.T) {
 				way = test.down
 			}
 			name, g := table[r.kernels[i]].name, r.grids[i]
-			if few := strings.HasSuffix(way, "_few"); name != way || few != (a.runs == uint64(up.Runs.Addr)+256*uint64(b2i(i == 3))) || few && (a.mostRuns != int32(most) || a.maxTokens != 16) {
+			if runs := uint64(up.Runs.Addr) + 256*uint64(b2i(i == 3)); name != way || a.runs != runs || a.mostRuns != int32(most) || a.maxTokens != 16 {
 				t.Errorf("%+v: operation %d is %s: %+v", test, i, name, *a)
 			}
 			if want := b2i(i == 1); a.listsReady != want {
 				t.Errorf("%+v: operation %d: early is %d, want %d", test, i, a.listsReady, want)
+			}
+			if wide := strings.HasSuffix(name, "_256_few"); g.noOverlap != wide {
+				t.Errorf("%+v: %s starts apart: %v, want %v", test, name, g.noOverlap, wide)
 			}
 			if i == 0 && a.stages != test.stages || g.shared > table[r.kernels[i]].shared {
 				t.Errorf("%+v: %d stages, %v", test, a.stages, g)

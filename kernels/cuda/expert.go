@@ -22,6 +22,7 @@ var expertShapes = [...]expertShape{
 	{4, 160, 1, 1, 384, 226 << 10},
 	{1, 64, 2, 2, 256, 112 << 10},
 	{1, 64, 2, 1, 256, 226 << 10},
+	{4, tokenStep, 1, 1, 384, 226 << 10},
 	{1, tokenStep, 2, 2, 256, 112 << 10},
 	{1, tokenStep, 2, 1, 256, 226 << 10},
 }
@@ -30,13 +31,14 @@ const (
 	expertWide kernelID = iota
 	expertNarrow
 	expertAlone
-	// Those of the last two that read Runs: each expert has tokens of one tile.
+	// The same that read Runs: each expert has tokens of one tile.
+	expertWideFew
 	expertNarrowFew
 	expertAloneFew
 )
 
 // expertNames are how the names of kernels end.
-var expertNames = [len(expertShapes)]string{"256", "64", "alone", "64_few", "alone_few"}
+var expertNames = [len(expertShapes)]string{"256", "64", "alone", "256_few", "64_few", "alone_few"}
 
 const (
 	// expertRun is the bytes of an expert's entry in shared memory, expertSlot with Runs, ringAlign the
@@ -97,8 +99,8 @@ func (l *streamState) hopperExpertGEMM(op string, mode kernelID, p *kernels.Expe
 	}
 	usual := ceil(pairs, all)
 	shape, lists := l.b.chooseExpertShape(int(a.units), usual, min(listed, pairs), pairs), listed*expertRun
-	if !p.Runs.None() && shape != expertWide {
-		shape, lists = shape+expertNarrowFew-expertNarrow, all*expertSlot
+	if !p.Runs.None() {
+		shape, lists = shape+expertWideFew, all*expertSlot
 		a.runs, a.mostRuns = address(&p.Runs), int32(p.Runs.Shape[0])
 	}
 	e := &expertShapes[shape]
@@ -124,7 +126,7 @@ func (l *streamState) hopperExpertGEMM(op string, mode kernelID, p *kernels.Expe
 	g := grid{x: l.b.multiprocessors * e.blocks, threads: e.threads, shared: ringAlign + lists + stages*e.stepsPerStage*e.step(tokens)}
 	// Wide blocks, which have only one or two tiles, must be distributed evenly, not to
 	// wherever other blocks end first.
-	g.noOverlap = shape == expertWide
+	g.noOverlap = shape == expertWide || shape == expertWideFew
 	err := launch(l, op, expertKernels+(mode-gateUpMode)*kernelID(len(expertShapes))+shape, g, &a)
 	if mode == gateUpMode && err == nil {
 		l.lastGateUp = now

@@ -126,7 +126,7 @@ func testExpertRuns(t *testing.T, m device.Machine, b *Backend, s device.Stream)
 		}
 		x.free()
 	}
-	for _, name := range []string{"up 64", "up alone", "down 64", "down alone"} {
+	for _, name := range []string{"up 256", "up 64", "up alone", "down 256", "down 64", "down alone"} {
 		if used[name] == 0 {
 			t.Errorf("the way %s is not tested: %v", name, used)
 		}

@@ -53,7 +53,8 @@ const mostSpilled = 64
 // time to bring them.
 var mostCode = map[string]uint64{
 	"attention_128_wide": 24 << 10, "rope_attention_128_wide": 26 << 10, "norm_rope_attention_128_wide": 31 << 10, "route_sort": 18 << 10, "few_rows_4": 6 << 10, "router_gate_up": 16 << 10, "route_down": 22 << 10, "combine_norm_few_256": 11 << 10, "combine_norm_few_512": 11 << 10,
-	"expert_up_64_few": 13 << 10, "expert_down_64_few": 12 << 10, "expert_up_alone_few": 13 << 10, "expert_down_alone_few": 12 << 10,
+	"expert_up_256_few": 19 << 10, "expert_up_64_few": 14 << 10, "expert_up_alone_few": 14 << 10,
+	"expert_down_256_few": 13 << 10, "expert_down_64_few": 13 << 10, "expert_down_alone_few": 13 << 10,
 	"norm_few_256": 8 << 10, "norm_few_512": 8 << 10, "rope_append_kv_few": 5 << 10, "norm_rope_append_kv_few": 10 << 10,
 }
 

@@ -176,24 +176,24 @@ struct expert_product {
     return {0, 0, 0, 0};
   }
 
-  static_assert(!few || tile_units == 1);
-
   // Whether there is a tile of that index, from the block's own on and increasing from call to call, and
   // which.
   DEVICE bool next(int index, int count, place &at, tile &t) const {
-    if (few) {
+    if constexpr (few) {
       uint4 e = at.entry;
       if (e.z == 0) return false;
-      t = {slots[e.x] + a.start + (i64)at.unit * a.tiles * unit_bytes, at.unit, 1, (int)e.y, (int)e.z};
+      int unit = at.unit * tile_units;
+      t = {slots[e.x] + a.start + (i64)unit * a.tiles * unit_bytes, unit, tile_units == 1 ? 1 : min(tile_units, a.units - unit), (int)e.y, (int)e.z};
       at.run += run_step;
       at.unit += unit_step;
       if (at.unit >= across) at.unit -= across, at.run++;
       at.entry = entry(at.run);
       return true;
+    } else {
+      if (index >= count) return false;
+      t = find(index, at.run);
+      return true;
     }
-    if (index >= count) return false;
-    t = find(index, at.run);
-    return true;
   }
 
   // Returns the tile with that index, which increases from call to call; at is the run to start
@@ -220,16 +220,20 @@ struct expert_product {
     unsigned char *stage = r.memory + slot * steps_per_stage * r.step_bytes;
     int steps = min(steps_per_stage, a.steps - k);
     barrier_expect(&r.full[slot], t.units * steps * unit_bytes);
-    if (few) {  // without the instructions of loops
+    auto copy = [&](int u, int s) {
+      copy_bulk<once>(stage + s * r.step_bytes + u * unit_bytes, (const char *)t.weights + ((i64)u * a.tiles + k + s) * unit_bytes, unit_bytes,
+                      &r.full[slot], policy);
+    };
+    if constexpr (few) {  // without the instructions of loops
 #pragma unroll
-      for (int s = 0; s < steps_per_stage; s++)
-        if (s < steps) copy_bulk<once>(stage + s * r.step_bytes, (const char *)t.weights + (i64)(k + s) * unit_bytes, unit_bytes, &r.full[slot], policy);
-      return;
+      for (int u = 0; u < tile_units; u++)
+#pragma unroll
+        for (int s = 0; s < steps_per_stage; s++)
+          if (u < t.units && s < steps) copy(u, s);
+    } else {
+      for (int u = 0; u < t.units; u++)
+        for (int s = 0; s < steps; s++) copy(u, s);
     }
-    for (int u = 0; u < t.units; u++)
-      for (int s = 0; s < steps; s++)
-        copy_bulk<once>(stage + s * r.step_bytes + u * unit_bytes, (const char *)t.weights + ((i64)u * a.tiles + k + s) * unit_bytes, unit_bytes,
-                        &r.full[slot], policy);
   }
 
   // Starts the load of a stage's tokens, from k-step k on; in one thread, for the down
@@ -286,7 +290,7 @@ struct expert_product {
         barrier_arrive_after_copies(&r.full[now.slot]);
         advance(r, now);
       };
-      if (few) {
+      if constexpr (few) {
 #pragma unroll 1
         for (int k = 0; k < a.steps; k += steps_per_stage) load(k);
       } else {
@@ -340,7 +344,7 @@ struct expert_product {
     tile t;
     wait_dependencies();
     for (int index = blockIdx.x; next(index, count, at, t); index += gridDim.x) {
-      if (few)
+      if constexpr (few)
         multiply<max_tokens>(t, group, now);
       else
         with_room<max_tokens, !up>(t.tokens, [&](auto room) { multiply<decltype(room)::value>(t, group, now); });
@@ -351,7 +355,7 @@ struct expert_product {
 template <bool up, int groups, int blocks, int max_tokens, int steps_per_stage, bool once, bool few>
 DEVICE void expert(const expert_args &a, unsigned char *memory) {
   using product = expert_product<up, groups, blocks, max_tokens, steps_per_stage, once, few>;
-  if (!few) {
+  if constexpr (!few) {
     if (!a.lists_ready) wait_dependencies();
     launch_dependents();  // after the wait: the next kernel may start with data that this one has waited for
   }
@@ -364,15 +368,25 @@ DEVICE void expert(const expert_args &a, unsigned char *memory) {
   p.across = (a.units + p.tile_units - 1) / p.tile_units;
   unsigned char *lists = start + a.stages * steps_per_stage * p.r.step_bytes;
   typename product::place at = {0, 0, {0, 0, 0, 0}};
-  if (few) {
-    // All that does not depend on the router comes before the wait.
+  // With few, the wait for the runs and the load of the block's first.
+  auto begin_runs = [&] {
+    if (!a.lists_ready) wait_dependencies();
+    launch_dependents();
+    at.entry = p.entry(at.run);
+  };
+  // Wide ones do not overlap the kernel in front, so they load the run beside the slots, others all they can before.
+  constexpr bool begins_late = groups == 1;
+  if constexpr (few) {
+    // No kernel that this one may overlap writes slots.
+    u64 slot = threadIdx.x < a.experts_all ? load_early((const u64 *)a.slots + threadIdx.x) : 0;
     if (threadIdx.x == 0) ring_init(p.r, up ? p.producers + 1 : 2, groups);
-#pragma unroll 1
-    for (int i = threadIdx.x; i < a.experts_all; i += p.threads) ((u64 *)lists)[i] = load_early((const u64 *)a.slots + i);
-    p.slots = (const u64 *)lists;
     u32 across = p.across;
     p.run_step = gridDim.x / across, p.unit_step = gridDim.x % across;
     at.run = blockIdx.x / across, at.unit = blockIdx.x % across;
+    if (!begins_late) begin_runs();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < a.experts_all; i += p.threads) ((u64 *)lists)[i] = i < p.threads ? slot : load_early((const u64 *)a.slots + i);
+    p.slots = (const u64 *)lists;
   } else {
     p.runs = (run *)lists;
     if (threadIdx.x < 32) {
@@ -382,16 +396,12 @@ DEVICE void expert(const expert_args &a, unsigned char *memory) {
     }
   }
   __syncthreads();
-  if (few) {
-    if (!a.lists_ready) wait_dependencies();
-    launch_dependents();
-    at.entry = p.entry(at.run);
-  }
+  if (few && begins_late) begin_runs();
   if (threadIdx.x < p.producers) {
-    if (groups == 2) give_registers<72>();
+    if (groups == 2 && !few) give_registers<72>();
     if (up || threadIdx.x == 0) p.produce(tiles, at);
   } else {
-    if (groups == 2) take_registers<216>();
+    if (groups == 2 && !few) take_registers<216>();
     p.consume(tiles, at);
   }
 }
@@ -412,6 +422,10 @@ DEVICE void expert(const expert_args &a, unsigned char *memory) {
   KERNEL(256, 1) name##_alone(const __grid_constant__ expert_args a) {     \
     DYNAMIC_SHARED(memory);                                                \
     expert<up, 1, 1, 64, 2, false, false>(a, memory);                      \
+  }                                                                        \
+  KERNEL(384, 1) name##_256_few(const __grid_constant__ expert_args a) {   \
+    DYNAMIC_SHARED(memory);                                                \
+    expert<up, 2, 2, 16, 1, false, true>(a, memory);                       \
   }                                                                        \
   KERNEL(256, 2) name##_64_few(const __grid_constant__ expert_args a) {    \
     DYNAMIC_SHARED(memory);                                                \
