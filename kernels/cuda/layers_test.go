@@ -77,6 +77,11 @@ func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 	scored := c.experts + min(sharedWidth, 1) // the shared expert's gate is the last
 	logits, ids, weights := x.weights(kernels.F32, n, scored), zeros(n*c.k).View(n, c.k), x.weights(kernels.F32, n, c.k)
 	offsets, order, up, down := zeros(c.experts+1), zeros(n*c.k), x.act(n*c.k, c.intermediate), x.act(n*c.k, c.hidden)
+	var runs kernels.Tensor
+	if n <= kernels.MaxRunRows {
+		most := kernels.MostRuns(c.experts, n*c.k)
+		runs = zeros(most*kernels.RunColumns).View(most, kernels.RunColumns)
+	}
 	rope, seqStarts := x.weights(kernels.F32, 1024, c.d), x.ints(starts...)
 	rows := where(n, func(_, context, _ int) int { return context - 1 })
 	contextLens := where(n, func(_, context, _ int) int { return context })
@@ -114,14 +119,14 @@ func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 			&kernels.MatMul{X: attended, W: x.act(c.hidden, q), Out: out},
 			&kernels.Norm{X: out, Residual: d.hidden, Weight: gamma, Eps: 1e-5, Out: norm})
 		router := kernels.MatMul{X: norm, W: x.act(scored, c.hidden), Out: logits}
-		route := kernels.Route{Logits: logits.Narrow(1, 0, c.experts), Method: c.method, IDs: ids, Weights: weights, Offsets: offsets, Order: order}
+		route := kernels.Route{Logits: logits.Narrow(1, 0, c.experts), Method: c.method, IDs: ids, Weights: weights, Offsets: offsets, Order: order, Runs: runs}
 		if sharedWidth > 0 {
 			add(&kernels.RouterGateUp{Router: router, GateUp: kernels.GatedMatMul{X: norm, W: x.act(2*sharedWidth, c.hidden), Out: both}},
 				&kernels.RouteDown{Route: route, Down: kernels.MatMul{X: both.Narrow(1, 0, sharedWidth), W: x.act(c.hidden, sharedWidth), Out: shared}})
 		} else {
 			add(&router, &route)
 		}
-		product := kernels.ExpertGEMM{X: norm, Offsets: offsets, Order: order, Slots: extents, Experts: all, Layout: layout, Out: up}
+		product := kernels.ExpertGEMM{X: norm, Offsets: offsets, Order: order, Slots: extents, Experts: all, Layout: layout, Out: up, Runs: runs}
 		back := product
 		back.X, back.Out = up, down
 		add(&kernels.ExpertUp{ExpertGEMM: product}, &kernels.ExpertDown{ExpertGEMM: back},

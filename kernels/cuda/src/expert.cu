@@ -397,17 +397,29 @@ DEVICE void expert(const expert_args &a, unsigned char *memory) {
   }
   __syncthreads();
   if (few && begins_late) begin_runs();
-  if (threadIdx.x < p.producers) {
+  auto produce = [&] {
     if (groups == 2 && !few) give_registers<72>();
     if (up || threadIdx.x == 0) p.produce(tiles, at);
-  } else {
+  };
+  auto consume = [&] {
     if (groups == 2 && !few) take_registers<216>();
     p.consume(tiles, at);
+  };
+  if constexpr (few) {  // in this order the compiler places the first loads of weights right behind the wait
+    if (threadIdx.x >= p.producers)
+      consume();
+    else
+      produce();
+  } else {
+    if (threadIdx.x < p.producers)
+      produce();
+    else
+      consume();
   }
 }
 
 // Wide: two warpgroups with 128 weight rows each. Narrow: one with 64, for few tiles. Alone:
-// narrow with one block per multiprocessor, for few pairs. expert.go has their threads and
+// narrow with one block per multiprocessor, for few pairs. Each also with few. expert.go has their threads and
 // shared memory. Alone, copies with the policy of once were slower: steps of Mixtral with one sequence took
 // 1 to 4 % longer.
 #define EXPERT(name, up)                                                   \
