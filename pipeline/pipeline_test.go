@@ -55,6 +55,8 @@ type rig struct {
 	store *experts.Store
 	kv    *kvcache.Manager
 	p     *Pipeline
+	// gateUps counts gate/up projections of experts: without the runs that the router has listed, and with them.
+	gateUps [2]int
 	// capturing is the pipeline's machine if Options.Graphs is set.
 	capturing *capturing
 
@@ -103,17 +105,17 @@ func newRig(t *testing.T, fixture string, fraction float64, mo emulated.Options,
 
 	limits := forward.Limits{MaxTokens: 64, MaxSeqs: 8, MaxLogits: 64, MaxModelLen: 192, BlockTokens: 16, MaxAdjust: 64, MaxTopLogProbs: 3}
 	var machine device.Machine = m
-	var enqueuing kernels.Backend = backend
+	var enqueuing kernels.Backend = countingBackend{backend, &r.gateUps}
 	if l, ok := o.Machine.(*lax); ok {
 		l.Machine = m
 		machine = l
 	}
 	if o.Graphs > 0 {
 		r.capturing = &capturing{Machine: m}
-		machine, enqueuing = r.capturing, capturingBackend{backend}
+		machine, enqueuing = r.capturing, capturingBackend{enqueuing}
 	}
 	if _, ok := o.CPUExperts.(lateBackend); ok {
-		enqueuing = lateBackend{backend}
+		enqueuing = lateBackend{enqueuing}
 	}
 	arena := alloc(space, layout.Bytes)
 	group := o.GroupLimits(limits)
@@ -289,6 +291,53 @@ func (r *rig) run() history {
 		seqs[i].Table.Release(false)
 	}
 	return h
+}
+
+// countingBackend counts as rig.gateUps says.
+type countingBackend struct {
+	kernels.Backend
+	gateUps *[2]int
+}
+
+func (b countingBackend) Enqueue(s device.Stream, op kernels.Op) error {
+	if o, ok := op.(*kernels.ExpertUp); ok {
+		with := 0
+		if !o.Runs.None() {
+			with = 1
+		}
+		b.gateUps[with]++
+	}
+	return b.Backend.Enqueue(s, op)
+}
+
+// TestRuns: experts get the runs that the router has listed in steps of few tokens where all lie on the device, or
+// are read in place, and where a layer's are launched together; not where some are computed before others.
+func TestRuns(t *testing.T) {
+	for _, test := range []struct {
+		name          string
+		fraction      float64
+		options       Options
+		tokens        int
+		without, with bool
+	}{
+		{"resident", 0, Options{}, 1, false, true},
+		{"resident, many tokens", 0, Options{}, kernels.MaxRunRows + 1, true, false},
+		{"resident, micro-batches", 0, Options{MicroBatchTokens: 2}, 8, true, false},
+		{"none resident, layerwise", 1, Options{SmallBatchTokens: -1}, 1, false, true},
+		{"some resident, layerwise", 0.5, Options{SmallBatchTokens: -1}, 1, true, false},
+		{"some resident, on demand", 0.5, Options{SmallBatchTokens: 64}, 1, true, false},
+		{"in place", 0.5, Options{ExpertAccess: configs.DirectAccess}, 1, false, true},
+	} {
+		r := newRig(t, "mixtral", test.fraction, emulated.Options{Virtual: true}, test.options)
+		table := r.kv.NewTable()
+		reserve(t, table, test.tokens)
+		_, err := r.p.Step(t.Context(), &Step{Sequences: []Sequence{{Tokens: make([]int32, test.tokens), Table: table, LogitRows: 1}}})
+		check(t, err)
+		if without, with := r.gateUps[0] > 0, r.gateUps[1] > 0; without != test.without || with != test.with {
+			t.Errorf("%s: %d gate/up projections of experts without runs and %d with them", test.name, r.gateUps[0], r.gateUps[1])
+		}
+		table.Release(false)
+	}
 }
 
 // lateBackend is a backend whose host enqueues slowly.
