@@ -862,7 +862,7 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 	if e.o.Listener.StepFinished != nil {
 		e.o.Listener.StepFinished(StepInfo{Tokens: tokens, Sequences: len(e.batch.sequences), Sampled: len(res.Sampled), Duration: e.ended.Sub(start), Tries: tries, Mix: e.batch.mix()})
 	}
-	e.appendSampled(&res, e.ended)
+	e.appendSampled(&res, e.o.Now())
 	return nil
 }
 

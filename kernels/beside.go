@@ -61,8 +61,12 @@ func (o *RouteDown) Check() error {
 		name string
 		t    *Tensor
 	}{
-		{"Route.IDs", &route.IDs}, {"Route.Weights", &route.Weights}, {"Route.Counts", &route.Counts},
-		{"Route.Offsets", &route.Offsets}, {"Route.Order", &route.Order}, {"Route.Runs", &route.Runs},
+		{"Route.IDs", &route.IDs},
+		{"Route.Weights", &route.Weights},
+		{"Route.Counts", &route.Counts},
+		{"Route.Offsets", &route.Offsets},
+		{"Route.Order", &route.Order},
+		{"Route.Runs", &route.Runs},
 	} {
 		c.disjoint(written.name, written.t, "Down.X", &down.X)
 		c.disjoint(written.name, written.t, "Down.W", &down.W)

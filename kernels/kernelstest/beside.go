@@ -28,8 +28,15 @@ func (r *rig) together(op kernels.Op, outs []tensor, parts ...kernels.Op) {
 func testRouterGateUp(r *rig) {
 	type shape struct{ n, a, experts, wide int }
 	shapes := []shape{
-		{1, 16, 5, 1}, {1, 2048, 61, 130}, {3, 272, 61, 60}, {8, 1032, 9, 33}, {8, 2048, 61, 24}, {2, 3080, 129, 16}, {5, 64, 16, 1100},
-		{9, 64, 8, 24}, {40, 48, 61, 18},
+		{1, 16, 5, 1},
+		{1, 2048, 61, 130},
+		{3, 272, 61, 60},
+		{8, 1032, 9, 33},
+		{8, 2048, 61, 24},
+		{2, 3080, 129, 16},
+		{5, 64, 16, 1100},
+		{9, 64, 8, 24},
+		{40, 48, 61, 18},
 	}
 	if r.o.Full {
 		shapes = append(shapes, shape{1, 2048, 61, 5632}, shape{8, 2048, 61, 5632}) // Qwen1.5-MoE
@@ -88,11 +95,20 @@ func testRouteDown(r *rig) {
 		a, m          int // of the down projection
 	}
 	shapes := []shape{
-		{1, 60, 4, kernels.Softmax, 5632, 48}, {3, 60, 4, kernels.Softmax, 1032, 130}, {8, 60, 4, kernels.Softmax, 2048, 40},
-		{1, 4, 1, kernels.SoftmaxRenorm, 16, 7}, {5, 8, 2, kernels.SoftmaxRenorm, 272, 33}, {8, 64, 8, kernels.SoftmaxRenorm, 64, 2000},
-		{2, 200, 8, kernels.Softmax, 72, 20}, {5, 80, 3, kernels.SoftmaxRenorm, 48, 16}, // rows of several warps, and some more
-		{4, 128, 8, kernels.SoftmaxRenorm, 48, 16}, {3, 16, 2, kernels.SparseMixer, 1104, 18}, {8, 40, 2, kernels.SparseMixer, 64, 24},
-		{8, 128, 8, kernels.SoftmaxRenorm, 48, 16}, {9, 60, 4, kernels.Softmax, 64, 24}, {40, 60, 4, kernels.Softmax, 48, 18},
+		{1, 60, 4, kernels.Softmax, 5632, 48},
+		{3, 60, 4, kernels.Softmax, 1032, 130},
+		{8, 60, 4, kernels.Softmax, 2048, 40},
+		{1, 4, 1, kernels.SoftmaxRenorm, 16, 7},
+		{5, 8, 2, kernels.SoftmaxRenorm, 272, 33},
+		{8, 64, 8, kernels.SoftmaxRenorm, 64, 2000},
+		{2, 200, 8, kernels.Softmax, 72, 20},
+		{5, 80, 3, kernels.SoftmaxRenorm, 48, 16}, // rows of several warps, and some more
+		{4, 128, 8, kernels.SoftmaxRenorm, 48, 16},
+		{3, 16, 2, kernels.SparseMixer, 1104, 18},
+		{8, 40, 2, kernels.SparseMixer, 64, 24},
+		{8, 128, 8, kernels.SoftmaxRenorm, 48, 16},
+		{9, 60, 4, kernels.Softmax, 64, 24},
+		{40, 60, 4, kernels.Softmax, 48, 18},
 	}
 	if r.o.Full {
 		shapes = append(shapes, shape{1, 60, 4, kernels.Softmax, 5632, 2048}, shape{8, 60, 4, kernels.Softmax, 5632, 2048}) // Qwen1.5-MoE
