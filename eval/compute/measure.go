@@ -35,12 +35,24 @@ type Point struct {
 // time. counted are steps behind those timed, of which it is counted which experts they use.
 const skipped, counted = 3, 3
 
+// Decode steps of few sequences follow one another as in an engine, which enqueues them before the tokens of the step in front
+// are known: so many in a row, of up to so many sequences.
+const inARow, fewSequences = 8, 64
+
 // newTokens of a sequence in a measurement of a step.
 func newTokens(s planner.ComputeStep) int {
 	if s.Tokens > 1 {
 		return 1
 	}
-	return 2
+	return 1 + rowOf(s)
+}
+
+// rowOf is the number of steps that are timed together.
+func rowOf(s planner.ComputeStep) int {
+	if s.Tokens == 1 && s.Sequences <= fewSequences {
+		return inARow
+	}
+	return 1
 }
 
 // A GPU that computes without a pause is slower than one that has just begun: steps of sustainedRows
@@ -97,13 +109,17 @@ func measure(ctx context.Context, n eval.Node, c *Case, s planner.ComputeStep, r
 		return p, err
 	}
 	defer b.Close()
-	step := b.Prefill
+	row := rowOf(s)
+	steps := func(ctx context.Context, _ int) error { return b.Prefill(ctx) }
 	if s.Tokens == 1 {
 		if err := b.Prefill(ctx); err != nil {
 			return p, err
 		}
-		// The same position again and again, which is the same CUDA graph.
-		step = func(ctx context.Context) error { return b.Decode(ctx, 1, 2) }
+		// The same positions again and again, which are the same CUDA graphs.
+		steps = func(ctx context.Context, n int) error { return b.Decode(ctx, 1, 1+n) }
+	}
+	if row > 1 {
+		repetitions = (repetitions + 1) / 2
 	}
 	var seconds []float64
 	least, total := 0.0, 0.0
@@ -112,10 +128,10 @@ func measure(ctx context.Context, n eval.Node, c *Case, s planner.ComputeStep, r
 	}
 	for i := 0; i < skipped+repetitions || total < least; i++ {
 		began := n.Now()
-		if err := step(ctx); err != nil {
+		if err := steps(ctx, row); err != nil {
 			return p, err
 		}
-		took := (n.Now() - began).Seconds()
+		took := (n.Now() - began).Seconds() / float64(row)
 		if took <= 0 {
 			return p, eval.Inputf("eval: steps take no time on these devices: --emulate gives no rates to compute times from; add some, as flops=78G,bw=3.9GB/s")
 		}
@@ -131,7 +147,7 @@ func measure(ctx context.Context, n eval.Node, c *Case, s planner.ComputeStep, r
 		return p, err
 	}
 	for range counted {
-		if err := step(ctx); err != nil {
+		if err := steps(ctx, 1); err != nil {
 			return p, err
 		}
 		after, err := n.Counts(ctx)

@@ -130,6 +130,7 @@ func (b *Batch) Decode(ctx context.Context, from, to int) error {
 			s := &b.decode.Sequences[i]
 			s.Tokens, s.Start = tokens[at-1:at], len(b.prompts[i])+at-1
 		}
+		b.decode.Ahead = at+1 < to // no sequence ends before that
 		out, err := b.step(ctx, &b.decode)
 		if err != nil {
 			return err
