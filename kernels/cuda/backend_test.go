@@ -786,9 +786,10 @@ func TestRouterGateUpChoice(t *testing.T) {
 	if err := b.Enqueue(s, one(8, 61, 5632, 2048)); err != nil || r.names() != "few_rows_2 few_rows_gated_2" {
 		t.Errorf("other GPUs: %v, kernels %q", err, r.names())
 	}
-	_, b, s = list(t, Options{Activation: kernels.F16})
-	if err := b.Enqueue(s, one(8, 61, 5632, 2048)); err == nil || !strings.Contains(err.Error(), "X is bfloat16[8 2048], want float16") {
-		t.Errorf("another activation type: %v", err)
+	r, b, s = list(t, Options{Activation: kernels.F16})
+	err := b.Enqueue(s, one(8, 61, 5632, 2048))
+	if err == nil || !strings.Contains(err.Error(), "cuda: router_gate_up: Router.X is bfloat16[8 2048], want float16") || r.names() != "" {
+		t.Errorf("another activation type: %v, kernels %q", err, r.names())
 	}
 }
 
@@ -847,6 +848,11 @@ func TestRouteDownChoice(t *testing.T) {
 	_, b, s = list(t, Options{})
 	if err := b.Enqueue(s, one(1, 4000, 4, 2048, 5632)); err == nil || !strings.Contains(err.Error(), "want at most 3072 experts") {
 		t.Errorf("too many experts: %v", err)
+	}
+	r, b, s = list(t, Options{Activation: kernels.F16})
+	err := b.Enqueue(s, one(8, 60, 4, 2048, 5632))
+	if err == nil || !strings.Contains(err.Error(), "cuda: route_down: Down.X is bfloat16[8 5632], want float16") || r.names() != "" {
+		t.Errorf("another activation type: %v, kernels %q", err, r.names())
 	}
 }
 

@@ -5,6 +5,9 @@ import "github.com/moeserve/moeserve/kernels"
 // routerGateUp enqueues one kernel, if few_rows computes both GEMMs and all blocks run at once; else one after
 // the other.
 func (l *streamState) routerGateUp(o *kernels.RouterGateUp) error {
+	if err := l.b.activation(o.Name(), "Router.X", &o.Router.X); err != nil { // GateUp.X has the same type
+		return err
+	}
 	gateUp, _ := o.GateUp.Apart()
 	// A block for each tile of the router, the others take turns with those of gate/up.
 	router, columns := ceil(o.Router.W.Shape[0], 16), o.GateUp.W.Shape[0]/2
@@ -24,6 +27,9 @@ func (l *streamState) routerGateUp(o *kernels.RouterGateUp) error {
 // routeDown enqueues one kernel, if one block has threads enough to route and sort, few_rows computes the GEMM
 // and all blocks run at once; else one after the other.
 func (l *streamState) routeDown(o *kernels.RouteDown) error {
+	if err := l.b.activation(o.Name(), "Down.X", &o.Down.X); err != nil {
+		return err
+	}
 	if err := alignedRuns(o.Name(), &o.Route.Runs); err != nil {
 		return err
 	}
