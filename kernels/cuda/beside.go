@@ -2,8 +2,8 @@ package cuda
 
 import "github.com/moeserve/moeserve/kernels"
 
-// routerGateUp enqueues one kernel, if few_rows computes both GEMMs and all blocks run at once; else one after
-// the other.
+// routerGateUp enqueues one kernel, if few_rows computes both GEMMs, all blocks run at once, and none has more tiles
+// of gate/up than without the router's blocks; else one after the other.
 func (l *streamState) routerGateUp(o *kernels.RouterGateUp) error {
 	if err := l.b.activation(o.Name(), "Router.X", &o.Router.X); err != nil { // GateUp.X has the same type
 		return err
@@ -11,8 +11,9 @@ func (l *streamState) routerGateUp(o *kernels.RouterGateUp) error {
 	gateUp, _ := o.GateUp.Apart()
 	// A block for each tile of the router, the others take turns with those of gate/up.
 	router, columns := ceil(o.Router.W.Shape[0], 16), o.GateUp.W.Shape[0]/2
-	blocks := min(ceil(columns, 8), l.b.multiprocessors-router)
-	if router > 0 && blocks > 0 && l.b.computesFewRows(&o.Router) && l.b.computesFewRows(&gateUp) &&
+	tiles := ceil(columns, 8)
+	blocks := min(tiles, l.b.multiprocessors-router)
+	if router > 0 && blocks > 0 && ceil(tiles, blocks) == ceil(tiles, l.b.multiprocessors) && l.b.computesFewRows(&o.Router) && l.b.computesFewRows(&gateUp) &&
 		skinnyLoadsOf(columns, 8, blocks, gateUp.X.Shape[1]) <= skinnyLoads {
 		a := routerGateUpArgs{router: fewArguments(&o.Router, o.Router.Out.DType == kernels.F32), gateUp: fewArguments(&gateUp, false)}
 		a.gateUp.columns = int32(columns)
