@@ -1,8 +1,8 @@
 package kernels
 
 // RouterGateUp runs Router, which computes the scores of experts, and GateUp, the gate/up projection of
-// a shared expert, with the bits of both one after the other. A backend may run them at the same time:
-// neither writes what the other one reads or writes.
+// a shared expert, with the bits of both one after the other. A backend may run them at the same time, so
+// neither may write what the other one reads or writes. Check finds that of dense tensors only.
 type RouterGateUp struct {
 	Router MatMul
 	GateUp GatedMatMul // its X has the type of Router's, and is mostly the same
@@ -39,7 +39,8 @@ func (o *RouterGateUp) Declare(d *Decl) {
 }
 
 // RouteDown runs Route and Down, the down projection of a shared expert, with the bits of both one after
-// the other. A backend may run them at the same time: neither writes what the other one reads or writes.
+// the other. A backend may run them at the same time, so neither may write what the other one reads or
+// writes. Check finds that of dense tensors only.
 type RouteDown struct {
 	Route Route
 	Down  MatMul

@@ -372,6 +372,11 @@ func TestCheckErrors(t *testing.T) {
 			o.X, o.Order, o.Out, o.Runs = v.tensor(F32, 9, 32), v.tensor(I32, 18), v.tensor(F32, 18, 48), v.tensor(I32, 8, 4)
 			return &v.up
 		}, "Runs is int32[8 4], want none for more than 8 rows (X has 9)"},
+		{func(v *valid) Op {
+			o := v.listAll(&v.down.ExpertGEMM)
+			o.X, o.Order, o.Out, o.Runs = v.tensor(F32, 65, 48), v.tensor(I32, 65), v.tensor(F32, 65, 32), v.tensor(I32, 8, 4)
+			return &v.down
+		}, "kernels: expert_down: Runs is int32[8 4], want none for more than 8 pairs per expert (Order has 65, Slots 8)"},
 		{func(v *valid) Op { v.up.Columns = Columns{0, 32}; return &v.up }, "Columns is [0, 32), want a part of 48 (Layout.Intermediate) in multiples of 64"},
 		{func(v *valid) Op { v.up.Columns = Columns{48, 48}; return &v.up }, "Columns is [48, 48), want a part of 48"},
 		{func(v *valid) Op { v.up.Columns = Columns{0, 64}; return &v.up }, "Columns is [0, 64), want a part of 48"},

@@ -15,8 +15,9 @@ type ExpertGEMM struct {
 	// Columns is the part of the intermediate size that is computed; none: all of it. Then I above is
 	// its length, and what ExpertDown writes is a part of a sum.
 	Columns Columns
-	// Runs, [min(E, N*K), RunColumns] I32, or none: what Route wrote for these pairs. Only where Experts
-	// lists all experts and all columns are computed: then a device need not look for the experts with pairs.
+	// Runs, [min(E, N*K), RunColumns] I32, dense, or none: what Route wrote for these pairs, in agreement with
+	// Offsets, so that no expert has more than MaxRunRows pairs. Only where Experts lists all experts and all
+	// columns are computed: then a device need not look for the experts with pairs.
 	Runs Tensor
 }
 
@@ -85,7 +86,11 @@ func (p *ExpertGEMM) checkLists(c *checker) {
 	} else if p.Columns != (Columns{}) {
 		c.failf("Runs is %v, want none for a part of the columns (Columns is [%d, %d))", p.Runs, p.Columns.First, p.Columns.End)
 	}
-	c.checkRuns(&p.Runs, p.Slots.Shape[0], p.Order.Shape[0])
+	experts, pairs := p.Slots.Shape[0], p.Order.Shape[0]
+	if c.ok() && pairs > MaxRunRows*experts {
+		c.failf("Runs is %v, want none for more than %d pairs per expert (Order has %d, Slots %d)", p.Runs, MaxRunRows, pairs, experts)
+	}
+	c.checkRuns(&p.Runs, experts, pairs)
 }
 
 // checkTokens is checkLists where rows of X are tokens.

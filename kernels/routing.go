@@ -27,20 +27,20 @@ type Route struct {
 	// Offsets, [E+1] I32, and Order, [N*K] I32, or both none: sorts the pairs, as SortByExpert
 	// does.
 	Offsets, Order Tensor
-	// Runs, [min(E, N*K), RunColumns] I32, dense, or none, of at most MaxRunRows rows, and only with
+	// Runs, [min(E, N*K), RunColumns] I32, dense, or none; only for at most MaxRunRows tokens, and with
 	// Order: for each expert that has pairs, ascending, {expert, its first place in Order, its number
 	// of pairs, 0}; rows behind these are 0.
 	Runs Tensor
 }
 
 const (
-	// MaxRunRows is the maximum number of tokens of Runs, and so of the pairs of one expert in it.
+	// MaxRunRows is the maximum number of tokens for which Route writes Runs, and so of an expert's pairs.
 	MaxRunRows = 8
 	// RunColumns is the number of elements of a run.
 	RunColumns = 4
 )
 
-// MostRuns is the number of rows of Runs.
+// MostRuns is the number of rows of Runs, for that number of experts and of (token, k) pairs.
 func MostRuns(experts, pairs int) int { return min(experts, pairs) }
 
 // checkRuns checks Runs for that number of experts and pairs.

@@ -209,8 +209,8 @@ func TestBadData(t *testing.T) {
 	}
 	manyPairs := func() kernels.Op {
 		return &kernels.ExpertDown{ExpertGEMM: kernels.ExpertGEMM{
-			X: h.floats(9, 16), Offsets: h.ints(0, 9), Order: h.ints(0, 1, 2, 3, 4, 5, 6, 7, 8), Experts: h.ints(0), Slots: tensor(h, kernels.U64, slots, 1),
-			Layout: layout, Out: h.floats(9, 16), Runs: tensor(h, kernels.I32, []int32{0, 0, 9, 0}, 1, kernels.RunColumns),
+			X: h.floats(9, 16), Offsets: h.ints(0, 9, 9), Order: h.ints(0, 1, 2, 3, 4, 5, 6, 7, 8), Experts: h.ints(0, 1), Slots: tensor(h, kernels.U64, slots[:2], 2),
+			Layout: layout, Out: h.floats(9, 16), Runs: tensor(h, kernels.I32, []int32{0, 0, 9}, 2, kernels.RunColumns),
 		}}
 	}
 	attention := func(starts, lens, table []int32) kernels.Op {
