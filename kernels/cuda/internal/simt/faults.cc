@@ -73,10 +73,26 @@ KERNEL(32, 1) copy_from_shared(const fault_args) {
   copy_wait<0>();
 }
 
+// The last block fails.
+KERNEL(32, 1) store_to_own_late(const fault_args a) {
+  begin();
+  uint4 own[2] = {}, q = {};
+  if (blockIdx.x == gridDim.x - 1) store_chunk(own + (a.data & 1), q);
+}
+
+KERNEL(32, 1) copy_from_shared_late(const fault_args) {
+  begin();
+  DYNAMIC_SHARED(memory);
+  if (blockIdx.x == gridDim.x - 1) copy_async(memory, memory + 16, 16);
+  copy_commit();
+  copy_wait<0>();
+}
+
 }  // namespace
 
 #define ENTRY(name) {#name, simt::call<fault_args, name>, sizeof(fault_args)}
 extern const simt_kernel simt_faults[] = {
     ENTRY(well_behaved), ENTRY(unaligned_load), ENTRY(unaligned_store), ENTRY(store_to_shared), ENTRY(store_to_static_shared), ENTRY(store_to_own),
-    ENTRY(load_of_shared), ENTRY(prefetch_of_static_shared), ENTRY(copy_from_shared), {nullptr, nullptr, 0},
+    ENTRY(load_of_shared), ENTRY(prefetch_of_static_shared), ENTRY(copy_from_shared), ENTRY(store_to_own_late), ENTRY(copy_from_shared_late),
+    {nullptr, nullptr, 0},
 };

@@ -4,7 +4,9 @@ package simt
 
 import (
 	"fmt"
+	"runtime"
 	"strings"
+	"sync"
 	"testing"
 	"unsafe"
 )
@@ -36,17 +38,35 @@ func testFaults(t *testing.T) {
 		{"copy_from_shared", "which is shared"},
 		{"well_behaved", ""}, // what went wrong is forgotten
 	} {
-		data := make([]byte, 1<<20) // pages of its own
-		at := (uintptr(unsafe.Pointer(unsafe.SliceData(data))) + 15) &^ 15
-		args := *(*[8]byte)(unsafe.Pointer(&at))
-		err := launch(faults, c.name, args[:], [3]int{1, 1, 1}, 32, 1024, 1)
-		if c.want == "" {
-			if err != nil {
-				t.Errorf("%s: %v", c.name, err)
-			}
-		} else if err == nil || !strings.Contains(err.Error(), c.want) {
-			t.Errorf("%s: %v, want it to say %q", c.name, err, c.want)
-		}
-		data[0] = 1 // it is there until now
+		testLaunch(t, c.name, c.want, 1)
 	}
+}
+
+// Launches have their own faults, also long ones, behind which the Go runtime moves goroutines to other threads.
+func TestFaultsOfLongLaunches(t *testing.T) {
+	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(2)) // fewer than goroutines
+	var all sync.WaitGroup
+	for i := range 8 {
+		all.Go(func() {
+			for range 100 {
+				testLaunch(t, "well_behaved", "", 500+50*i)
+				testLaunch(t, "copy_from_shared_late", "which is shared", 500+10*i)
+				testLaunch(t, "store_to_own_late", "which is a thread's own", 500+10*i)
+			}
+		})
+	}
+	all.Wait()
+}
+
+// testLaunch launches a kernel that is to fail with what contains want, or not to if that is empty.
+func testLaunch(t *testing.T, name, want string, blocks int) {
+	t.Helper()
+	data := make([]byte, 1<<16) // pages of its own
+	at := (uintptr(unsafe.Pointer(unsafe.SliceData(data))) + 15) &^ 15
+	args := *(*[8]byte)(unsafe.Pointer(&at))
+	err := launch(faults, name, args[:], [3]int{blocks, 1, 1}, 32, 1024, 1)
+	if want == "" && err != nil || want != "" && (err == nil || !strings.Contains(err.Error(), want)) {
+		t.Errorf("%s: %v, want %q", name, err, want)
+	}
+	data[0] = 1 // it is there until now
 }

@@ -12,6 +12,7 @@ import "C"
 
 import (
 	"fmt"
+	"runtime"
 	"unsafe"
 
 	"github.com/moeserve/moeserve/device"
@@ -40,6 +41,8 @@ func launch(of table, name string, args []byte, blocks [3]int, threads, shared i
 	for i, r := range awaited {
 		ranges[i] = C.simt_range{at: C.uint64_t(r.Addr), bytes: C.uint64_t(r.Bytes)}
 	}
+	runtime.LockOSThread() // what went wrong is in memory of the thread
+	defer runtime.UnlockOSThread()
 	problem := C.simt_launch(C.int(of), n, a, &grid[0], C.unsigned(threads), C.size_t(shared), C.uint64_t(seed), unsafe.SliceData(ranges), C.size_t(len(ranges)))
 	if problem != nil {
 		return fmt.Errorf("simt: %s: %s", name, C.GoString(problem))
