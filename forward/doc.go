@@ -29,8 +29,8 @@
 //		else: SortByExpert, SharedExpert, Experts (once per wave), Combine
 //	for each micro-batch b: Head
 //
-// Where a micro-batch is the whole step, its PostAttention can sort, and PostAttentionShared also
-// runs SharedExpert.
+// An owner may run expert stages on groups of micro-batches. Where a micro-batch is all of its group, its
+// PostAttention can sort, and PostAttentionShared also runs SharedExpert.
 //
 // With an Attention elsewhere (on the CPU), Project replaces Attend. Then the batch's Buffers
 // are copied to the buffers of that Attention, its Append and Compute run, and the output is

@@ -485,8 +485,6 @@ func TestCombineNorms(t *testing.T) {
 	}
 }
 
-// Stages, and putting a batch together, allocate nothing; and they suit a backend
-// with 16-bit activations.
 // listing is a backend that lists the runs that operations have, and runs none.
 type listing struct {
 	checking
@@ -553,6 +551,8 @@ func TestRuns(t *testing.T) {
 	}
 }
 
+// Stages, and putting a batch together, allocate nothing; and they suit a backend
+// with 16-bit activations.
 func TestNoAllocations(t *testing.T) {
 	for _, kind := range modelstest.Kinds {
 		c := mustParse(t, kind, modelstest.DenseLayer(kind))

@@ -28,8 +28,9 @@
 // # Files
 //
 // An operation's struct, Check and Declare are in the file of its family: rows.go, matmul.go,
-// attention.go, routing.go, expert.go, combine.go, logits.go, copy.go. Pinned (pinned.go) is memory that the host and the device's kernels share, and makes small copies by
-// Copy or by the copy engines.
+// attention.go, routing.go, expert.go, combine.go, logits.go, copy.go; beside.go has those of a router
+// and a shared expert side by side. Pinned (pinned.go) is memory that the host and the device's kernels
+// share, and makes small copies by Copy or by the copy engines.
 //
 // # Random numbers
 //

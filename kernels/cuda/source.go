@@ -10,8 +10,8 @@ import (
 //go:embed src
 var sources embed.FS
 
-// source returns the text of a compilation unit: ptx.cuh and common.cuh precede the file, for
-// sm_90a also hopper.cuh and ring.cuh, and route_sort.cuh what has its kernels.
+// source returns the text of a compilation unit: ptx.cuh and common.cuh precede the file, then hopper.cuh
+// and ring.cuh if all of it is for sm_90a, and route_sort.cuh for route.cu and few.cu.
 func source(file string) string {
 	names := []string{"ptx.cuh", "common.cuh", file}
 	switch {

@@ -11,8 +11,8 @@
 // Every element is accumulated over K in ascending order, 16 elements at a time, for any tile,
 // so the number of tokens does not change a bit of any token's result.
 //
-// Kernels for few tokens (few) read the runs that route_sort has listed: experts with pairs, each
-// with tokens of one tile. The others look for these experts first.
+// Kernels for few tokens (few) read the runs that the router has listed (Runs of kernels.Route):
+// experts with pairs, each with tokens of one tile. The others make such a list first.
 
 struct expert_args {
   tensor_map x_rows;       // down projection: tiles of max_tokens rows of X
@@ -151,8 +151,8 @@ struct expert_product {
 
   const expert_args &a;
   ring r;
-  run *runs;         // but with few
-  const u64 *slots;  // with few, of all experts
+  run *runs;         // not with few
+  const u64 *slots;  // with few: all experts' slots, in shared memory
   int across;
   u64 policy;  // of weights in L2, with once
   int run_step, unit_step;  // with few: from a tile of the block to the next
@@ -374,7 +374,7 @@ DEVICE void expert(const expert_args &a, unsigned char *memory) {
     launch_dependents();
     at.entry = p.entry(at.run);
   };
-  // Wide ones do not overlap the kernel in front, so they load the run beside the slots, others all they can before.
+  // Wide kernels do not overlap the one in front, so they load the run beside the slots; the others load slots before they wait.
   constexpr bool begins_late = groups == 1;
   if constexpr (few) {
     // No kernel that this one may overlap writes slots.
@@ -419,8 +419,8 @@ DEVICE void expert(const expert_args &a, unsigned char *memory) {
 }
 
 // Wide: two warpgroups with 128 weight rows each. Narrow: one with 64, for few tiles. Alone:
-// narrow with one block per multiprocessor, for few pairs. Each also with few. expert.go has their threads and
-// shared memory. Alone, copies with the policy of once were slower: steps of Mixtral with one sequence took
+// narrow with one block per multiprocessor, for few pairs. Each has a kernel with few, too. expert.go has their
+// threads and shared memory. Alone, copies with the policy of once were slower: steps of Mixtral with one sequence took
 // 1 to 4 % longer.
 #define EXPERT(name, up)                                                   \
   KERNEL(384, 1) name##_256(const __grid_constant__ expert_args a) {       \
