@@ -7,7 +7,8 @@
 // The kernels are CUDA C++ in src/, embedded, compiled by NVRTC for the exact architecture when
 // a Backend is created, and cached on disk. A Backend turns an operation into one or a few
 // launches: streamstate.go has the state of a stream and the dispatch; rows.go, gemm.go,
-// expert.go, dense.go, attention.go, routing.go and logits.go select kernels, tiles and grids.
+// expert.go, dense.go, attention.go, prompt.go, routing.go, beside.go, logits.go and copy.go select
+// kernels, tiles and grids.
 // The argument structs in arguments.go are generated from src/ (internal/arguments). Dense
 // GEMMs go through cuBLASLt if it supports them, otherwise (with Options.BatchInvariant always)
 // through kernels of this package.
@@ -42,10 +43,11 @@
 //   - Kernels overlap (programmatic dependent launch), from compute capability 9.0 on, unless
 //     Options.Serial is set: one may start before the preceding one has ended, and then waits for
 //     it. Before this wait it reads only weights and index data (Rows of RoPE, Slots of
-//     AppendKV, both of RoPEAppendKV, SeqStarts, ContextLens and BlockTable of Attention, and those of
-//     RoPEAttention's parts), and with Attention.PastReady keys and values of earlier steps.
-//     So no operation of a Backend may write weights and index data but Copy; copies may, and kernels launched
-//     without Grid.Overlap, as Copy's is.
+//     AppendKV, both of RoPEAppendKV, SeqStarts, ContextLens and BlockTable of Attention, those of
+//     RoPEAttention's parts, and Slots of ExpertUp and ExpertDown with Runs), and with
+//     Attention.PastReady keys and values of earlier steps.
+//     So no operation of a Backend may write weights and index data, slot tables of experts among them, but
+//     Copy; a stream's copies by copy engines may, and kernels launched without Grid.Overlap, as Copy's is.
 //     A stream is used by one Backend of the process, from its first operation until Close
 //     (others get an error): the down projection of experts relies on the gate/up projection
 //     being the preceding kernel.
@@ -57,8 +59,8 @@
 //
 // A head size that is a multiple of 8, up to 128 (for RoPEAppendKV any up to 256); at most 64
 // heads of Q per KV head; rows of up to 12288 elements for norms; up to 3072 experts; with
-// experts in tiles, rows of X that start at multiples of 16 bytes and of Out at multiples of 8;
-// log-probabilities of up to 2048 top tokens per row.
+// experts in tiles, rows of X that start at multiples of 16 bytes and of Out at multiples of 8; Runs
+// at a multiple of 16 bytes; log-probabilities of up to 2048 top tokens per row.
 //
 // # Example
 //

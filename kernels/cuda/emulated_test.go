@@ -9,6 +9,7 @@ import (
 	"errors"
 	"math"
 	"math/rand/v2"
+	"strings"
 	"testing"
 	"unsafe"
 
@@ -41,9 +42,12 @@ func (b overlapping) Enqueue(s device.Stream, op kernels.Op) error {
 	return b.Backend.Enqueue(s, op)
 }
 
+// readEarly is what a kernel of experts reads before it waits: lists, if it is the way down right behind the way
+// up, which reads the same ones; slots, which only copies write, and no kernel overlaps these.
+type readEarly struct{ lists, slots bool }
+
 // awaited is what a kernel may read only once it has waited: all that operations write.
-// early says that it is the way down right behind the way up, which reads the same lists.
-func awaited(op kernels.Op, early bool) (all []device.Range) {
+func awaited(op kernels.Op, early readEarly) (all []device.Range) {
 	add := func(tensors ...*kernels.Tensor) {
 		for _, t := range tensors {
 			if t.None() || t.Elements() == 0 {
@@ -91,14 +95,14 @@ func awaited(op kernels.Op, early bool) (all []device.Range) {
 		add(&o.IDs, &o.Offsets, &o.Order)
 	case *kernels.ExpertUp:
 		add(&o.X, &o.Offsets, &o.Order, &o.Experts, &o.Runs, &o.Out)
-		if o.Runs.None() { // else slots are read early: only copies write them, which no kernel overlaps
+		if !early.slots {
 			add(&o.Slots)
 		}
 	case *kernels.ExpertDown:
 		add(&o.X, &o.Out)
-		if !early {
+		if !early.lists {
 			add(&o.Offsets, &o.Order, &o.Experts, &o.Runs)
-			if o.Runs.None() {
+			if !early.slots {
 				add(&o.Slots)
 			}
 		}
@@ -169,7 +173,11 @@ func (r *simtRunner) launch(s device.Stream, k kernelID, g grid, args []byte) er
 	seed := r.seed
 	var ranges []device.Range
 	if r.op != nil {
-		early := kernel.file == "expert.cu" && (*expertArgs)(unsafe.Pointer(&copied[0])).listsReady != 0
+		var early readEarly
+		if kernel.file == "expert.cu" {
+			early.lists = (*expertArgs)(unsafe.Pointer(&copied[0])).listsReady != 0
+			early.slots = strings.HasSuffix(kernel.name, "_few")
+		}
 		ranges = append(awaited(r.op, early), r.work)
 	}
 	attention, _ := r.op.(*kernels.Attention)
