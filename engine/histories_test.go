@@ -147,7 +147,7 @@ func TestHistories(t *testing.T) {
 			tiers.endAll()
 		}
 		if len(step.enqueued) > 0 {
-			rt.Fatal("a step ahead that nobody needs was not discarded")
+			rt.Fatal("a step was enqueued ahead, and neither used nor discarded")
 		}
 		if kv.Free() != kv.Blocks() {
 			rt.Fatalf("%d of %d blocks are free, %d held", kv.Free(), kv.Blocks(), kv.Held())

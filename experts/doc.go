@@ -88,6 +88,7 @@
 //
 //	step, err = step.ReadInPlace()    // one reference on all peer copies, tables up to date
 //	use, err := step.Layer(ctx, l)    // all experts in one wave, nothing to wait for
+//	again := step.ContinueInPlace()   // another pass may be enqueued, by the same tables
 //	step.End()                        // the references end
 //
 // What Layer returns then is the same in every step, so that graphs of such steps can be

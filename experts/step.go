@@ -11,7 +11,8 @@ import (
 )
 
 // Step is one pass of the compute stream over the model's layers, from BeginStep to End
-// or Drop. One goroutine at a time uses it. Copies of a Step are the same step. After its
+// or Drop, or several, each behind the one before: UseAllLayers or ContinueInPlace precedes each
+// further one. One goroutine at a time uses it. Copies of a Step are the same step. After its
 // end its methods fail.
 type Step struct {
 	s         *steps

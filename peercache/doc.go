@@ -18,6 +18,7 @@
 //
 //	version := c.BeginStep()                // many in place, for a step: no lock either
 //	… if version has changed: copy := c.Readable(id) for each, …
+//	again := c.ContinueStep(version)        // they may be read once more within the step
 //	c.EndStep()
 //
 //	err = c.Drop(id)                        // its memory is freed once its readers are done
