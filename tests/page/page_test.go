@@ -550,19 +550,18 @@ func testTimeline(t *testing.T, ctx context.Context, n node) {
 // testPurposes: what memory of peers is for, copies that are queued, and prefetches that were not used.
 func testPurposes(t *testing.T, ctx context.Context) {
 	t.Helper()
-	of := func(space string) map[string]bool {
-		all := map[string]bool{}
-		for _, name := range value[[]string](t, ctx, `(() => { const all = []; let at = ""; for (const r of document.querySelectorAll("#memory tbody tr")) { if (!r.querySelector(".part")) at = r.cells[0].textContent; else if (at === "`+space+`") all.push(r.cells[0].textContent) } return all })()`) {
-			all[name] = true
+	// What the table of memory and the label of the chart say of the peers, at the same moment: `gpu2: KV blocks`.
+	// Slabs are each for one purpose, and which peer has the slabs of which is the policy's to choose.
+	const said = `(() => { const parts = []; let at = "";
+		for (const r of document.querySelectorAll("#memory tbody tr")) {
+			const name = r.cells[0].textContent;
+			if (!r.querySelector(".part")) at = name;
+			else if (at !== "gpu0" && at.startsWith("gpu")) for (const [part, of] of [["copies of experts", "copies of experts"], ["offloaded KV blocks", "KV blocks"]]) if (name === part) parts.push(at + ": " + of);
 		}
-		return all
-	}
-	// The test takes the memory of gpu1 away.
-	if parts := of("gpu2"); !parts["copies of experts"] || !parts["offloaded KV blocks"] {
-		t.Errorf("the memory of gpu2 is for %v", parts)
-	}
-	if said := value[string](t, ctx, `document.querySelector("#peers svg").getAttribute("aria-label")`); !regexp.MustCompile(`gpu2: borrowed [\d.]+ \w+ \(copies of experts [\d.]+ \w+, KV blocks [\d.]+ \w+\), other processes`).MatchString(said) {
-		t.Errorf("of the memory of peers it says %q", said)
+		const peers = document.querySelector("#peers svg").getAttribute("aria-label").matchAll(/(gpu\d): borrowed [\d.]+ \w+ \(([^)]*)\), other processes/g);
+		return [parts.sort(), [...peers].flatMap(([, at, all]) => all.split(", ").map(of => at + ": " + of.replace(/ [\d.]+ \w+$/, ""))).sort()] })()`
+	if err := chromedp.Run(ctx, wait(`(([table, chart]) => table.join() === chart.join() && ["copies of experts", "KV blocks"].every(of => table.some(one => one.endsWith(": " + of))))(`+said+`)`)); err != nil {
+		t.Errorf("what the table and the chart say of the memory of peers: %v: %q", err, value[[2][]string](t, ctx, said))
 	}
 	if queues := value[[]string](t, ctx, `[...document.querySelectorAll("#links tbody tr")].map(r => r.cells[5].textContent)`); slices.ContainsFunc(queues, func(q string) bool { return !regexp.MustCompile(`^[\d,]+ / [\d,]+$`).MatchString(q) }) {
 		t.Errorf("the queues of links are %q", queues)
