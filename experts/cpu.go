@@ -33,8 +33,8 @@ type CPUShare struct {
 	mu sync.Mutex
 	// all: the CPU computes all of them, and nothing is fetched from host memory.
 	all bool
-	// divides: one expert of a layer may be divided.
-	divides bool
+	// divides: one expert of a layer may be divided, unless whole.
+	divides, whole bool
 	// cpu and link are estimates of the times of a layer: of 1, the experts, and their rows beyond
 	// the first; and of 1 and the bytes. read is one of the time of a layer's divided expert, of 1 and the
 	// bytes that kernels read; link is of layers without one. copying is the bytes of copies of the latest
@@ -94,12 +94,19 @@ func (c *CPUShare) Divide() {
 	c.divides = true
 }
 
-// TakeAll lets the CPU compute all experts that lie in host memory alone, of the layers from now on, where they
-// are divided by time; false: it ends that.
-func (c *CPUShare) TakeAll(all bool) {
+// Divides reports whether one expert of a layer may be divided.
+func (c *CPUShare) Divides() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.all = all
+	return c.divides
+}
+
+// Restrict restricts the division of the layers from now on, where they are divided by time: with all the CPU
+// computes all experts that lie in host memory alone, with whole no expert is divided.
+func (c *CPUShare) Restrict(all, whole bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.all, c.whole = all, whole
 }
 
 // TakesAll reports whether nothing will be fetched from host memory.
@@ -428,7 +435,7 @@ func (c *CPUShare) divide(l *kernels.ExpertLayout, link hostLink, list []candida
 	if all < seconds {
 		d.onCPU, seconds = len(list), all
 	}
-	mayRead = mayRead && c.divides
+	mayRead = mayRead && c.divides && !c.whole
 	switch {
 	case c.dueAlone(all, seconds):
 		d.onCPU, c.exploredAlone = len(list), c.layers

@@ -163,7 +163,7 @@ func decodeCPUExperts(t *testing.T, n *node.Node, batch int, fraction float64, c
 		b.sequences[i].Tokens = prompt[i : i+1] // not what was sampled: the same for all choices
 	}
 	var took []time.Duration
-	before, stalls, inPlace := n.Observe().Experts(), n.Pipeline().Stalls(), n.Pipeline().StepsByAccess().Direct
+	before, stalls, by := n.Observe().Experts(), n.Pipeline().Stalls(), n.Pipeline().StepsByAccess()
 	for i := range presetSteps {
 		step := &pipeline.Step{Sequences: b.sequences, Logits: i == 0}
 		for k := range b.sequences {
@@ -190,10 +190,10 @@ func decodeCPUExperts(t *testing.T, n *node.Node, batch int, fraction float64, c
 	}
 	slices.Sort(took)
 	median = took[len(took)/2]
-	after, now := n.Observe().Experts(), n.Pipeline().Stalls()
-	t.Logf("--cpu-experts %s, fraction %v, %d sequences: a decode step takes %.2f ms, %.1f tokens/s; %d uses of missing experts a step, %d of them on the CPU, %.2f GB fetched and %.2f GB read in place a step; %d of %d steps in place; stalls a step: experts copied %.2f ms, on the CPU %.2f ms, router %.2f ms, launches %.2f ms",
+	after, now, ways := n.Observe().Experts(), n.Pipeline().Stalls(), n.Pipeline().StepsByAccess()
+	t.Logf("--cpu-experts %s, fraction %v, %d sequences: a decode step takes %.2f ms, %.1f tokens/s; %d uses of missing experts a step, %d of them on the CPU, %.2f GB fetched and %.2f GB read in place a step; of %d steps %d in place, %d with all on the CPU; stalls a step: experts copied %.2f ms, on the CPU %.2f ms, router %.2f ms, launches %.2f ms",
 		choice, fraction, batch, 1e3*median.Seconds(), float64(batch)/median.Seconds(), (after.Misses-before.Misses)/presetSteps, (after.OnCPU-before.OnCPU)/presetSteps,
-		float64(after.Fetched[experts.Host]-before.Fetched[experts.Host])/presetSteps/1e9, float64(after.ReadInPlace[experts.Host]-before.ReadInPlace[experts.Host])/presetSteps/1e9, n.Pipeline().StepsByAccess().Direct-inPlace, presetSteps,
+		float64(after.Fetched[experts.Host]-before.Fetched[experts.Host])/presetSteps/1e9, float64(after.ReadInPlace[experts.Host]-before.ReadInPlace[experts.Host])/presetSteps/1e9, presetSteps, ways.Direct-by.Direct, ways.OnCPU-by.OnCPU,
 		stallMS(now, stalls, pipeline.ExpertCopy), stallMS(now, stalls, pipeline.CPUExperts), stallMS(now, stalls, pipeline.RouterSync), stallMS(now, stalls, pipeline.LaunchBound))
 	if x, ok := n.Store().MissTimes(); ok {
 		t.Logf("a layer's experts take the CPU %.0f us, and each %.0f us, each further row %.0f us; the link %.0f us, and each GB %.2f ms; kernels that read a part of one %.0f us, and each GB %.2f ms",

@@ -127,8 +127,11 @@ const (
 	// what the link gets may be less than what the CPU loses by it, in times that differ by as much as
 	// estimates of single layers do.
 	onCPU
+	// wholeExperts is byCopy without experts that are divided between the CPU and kernels that read them: these
+	// reads take from the CPU's memory, too.
+	wholeExperts
 
-	accesses = int(onCPU) + 1
+	accesses = int(wholeExperts) + 1
 )
 
 // accessChooser chooses for each step of few tokens how it gets at offloaded experts: at first
@@ -150,8 +153,10 @@ type accessChooser struct {
 	limit    int
 	// cpuLimit is the most tokens of a step that may leave all experts in host memory to the CPU; 0: none.
 	cpuLimit int
-	model    AccessModel
-	sizes    []accessTimes // by the number of tokens
+	// divides: with byCopy experts may be divided.
+	divides bool
+	model   AccessModel
+	sizes   []accessTimes // by the number of tokens
 	// chosen for the present step; repeated is the number of steps before it of the same tokens
 	// that were chosen alike.
 	chosen   access
@@ -211,6 +216,7 @@ func (c *accessChooser) choose(tokens int, onDemand bool, peers float64) access 
 	var ways [accesses]bool
 	ways[inPlace] = readable && c.setting == configs.AutoAccess && c.model.Known()
 	ways[onCPU] = onDemand && tokens <= c.cpuLimit
+	ways[wholeExperts] = ways[onCPU] && c.divides
 	switch {
 	case readable && c.setting == configs.DirectAccess:
 		chosen = inPlace
@@ -233,6 +239,7 @@ func (c *accessChooser) measured(tokens int, peers float64, ways [accesses]bool)
 	var now [accesses]time.Duration
 	now[byCopy], now[inPlace] = c.model.Predict(tokens, c.onDemand, peers)
 	now[onCPU] = c.model.PredictOnCPU(tokens, peers)
+	now[wholeExperts] = now[byCopy] // the model does not divide experts
 	ways[byCopy] = true
 	if peers > 0 && c.model.MaxHold > 0 && now[inPlace] > c.model.MaxHold {
 		ways[inPlace] = false
@@ -368,5 +375,5 @@ type StepsByAccess struct {
 
 // StepsByAccess returns the counts since New. It may be called from any goroutine.
 func (p *Pipeline) StepsByAccess() StepsByAccess {
-	return StepsByAccess{Copied: p.access.steps[byCopy].Load(), Direct: p.access.steps[inPlace].Load(), OnCPU: p.access.steps[onCPU].Load()}
+	return StepsByAccess{Copied: p.access.steps[byCopy].Load() + p.access.steps[wholeExperts].Load(), Direct: p.access.steps[inPlace].Load(), OnCPU: p.access.steps[onCPU].Load()}
 }

@@ -312,7 +312,7 @@ func TestAccessChooser(t *testing.T) {
 	}
 }
 
-// TestAccessChooserWithCPU: with experts on the CPU, steps take at most 2 % longer than with the best of three ways
+// TestAccessChooserWithCPU: with experts on the CPU, steps take at most 2 % longer than with the best of four ways
 // alone, behind the first 200 (in which all are measured), with a constant number of tokens, over machines on which each takes up to twice as long as by the model, or half, from
 // step to step by 5 % more or less.
 func TestAccessChooserWithCPU(t *testing.T) {
@@ -326,14 +326,19 @@ func TestAccessChooserWithCPU(t *testing.T) {
 		if !c.possible && random.IntN(2) == 0 {
 			c.setting = configs.CopyAccess
 		}
+		c.divides = c.possible && random.IntN(3) > 0
 		byCopies, inThePlace := c.model.Predict(tokens, true, 0)
-		truth := [accesses]float64{byCopies.Seconds(), inThePlace.Seconds(), c.model.PredictOnCPU(tokens, 0).Seconds()}
+		truth := [accesses]float64{byCopies.Seconds(), inThePlace.Seconds(), c.model.PredictOnCPU(tokens, 0).Seconds(), byCopies.Seconds()}
 		for a := range truth {
 			truth[a] *= math.Exp2(2*random.Float64() - 1)
 		}
+		truth[inPlace] *= 0.6 // by the model it is rarely the best
+		possible := func(a access) bool {
+			return (a != inPlace || c.possible && tokens <= c.limit) && (a != wholeExperts || c.divides)
+		}
 		best := access(0)
 		for a := range truth {
-			if possible := access(a) != inPlace || c.possible && tokens <= c.limit; possible && truth[a] < truth[best] {
+			if possible(access(a)) && truth[a] < truth[best] {
 				best = access(a)
 			}
 		}
@@ -342,8 +347,8 @@ func TestAccessChooserWithCPU(t *testing.T) {
 		const first, steps = 200, 4000
 		for i := range first + steps {
 			a := c.choose(tokens, true, 0)
-			if a == inPlace && (!c.possible || tokens > c.limit) {
-				t.Fatalf("a step of %d tokens is in place", tokens)
+			if !possible(a) {
+				t.Fatalf("a step of %d tokens takes way %d", tokens, a)
 			}
 			if i >= first {
 				sum += truth[a]

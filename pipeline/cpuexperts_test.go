@@ -152,6 +152,34 @@ func TestDividedExperts(t *testing.T) {
 	}
 }
 
+// TestWholeExpertsTried: some steps divide no expert, as that is measured, too; they count as copied.
+func TestWholeExpertsTried(t *testing.T) {
+	model := accessModel(1, 1)
+	model.Host.ReadRate, model.CPURate, model.CPUStart = 1, 110e9, 50*time.Microsecond
+	mo := linked(emulated.Options{Virtual: true})
+	mo.Host.BytesPerSecond = 100e6
+	r := newRig(t, "mixtral", 1, mo, Options{
+		CPUExperts: host, CPUShare: cpuShare(experts.AutoCPUShare), SmallBatchTokens: 64, ExpertAccess: configs.AutoAccess, AccessModel: model,
+	})
+	whole, divided := 0, 0
+	step := r.decoding(4)
+	for at := 1; at <= 60; at++ {
+		before, read := r.p.access.steps[wholeExperts].Load(), r.store.Stats().ReadDivided
+		step(at)
+		switch now := r.store.Stats().ReadDivided; {
+		case r.p.access.steps[wholeExperts].Load() == before && now > read:
+			divided++
+		case r.p.access.steps[wholeExperts].Load() > before:
+			if whole++; now > read {
+				t.Errorf("%d bytes of divided experts were read in a step without any", now-read)
+			}
+		}
+	}
+	if by := r.p.StepsByAccess(); whole == 0 || divided == 0 || by.Copied < int64(whole+divided) {
+		t.Errorf("%d steps of whole experts, %d with divided ones: %+v", whole, divided, by)
+	}
+}
+
 // TestDividedExpertsMeasured: what kernels take for a part of an expert is measured. Emulated ones take no time
 // for links; these take longer than is assumed of the link, as memory is slow.
 func TestDividedExpertsMeasured(t *testing.T) {

@@ -232,6 +232,7 @@ func (p *Pipeline) open() (err error) {
 			return fmt.Errorf("experts on the CPU: %w", err)
 		}
 		p.cpu.tracer = p.tracer
+		p.access.divides = p.access.possible && o.CPUShare.Divides()
 		p.sources = append(p.sources, p.cpu)
 	}
 	if o.Experts != nil {
@@ -342,7 +343,7 @@ func (p *Pipeline) planFor(tokens int) *plan {
 	chosen := p.access.choose(tokens, tokens <= p.plans.onDemand, peers)
 	share := p.o.CPUShare
 	if share != nil {
-		share.TakeAll(chosen == onCPU)
+		share.Restrict(chosen == onCPU, chosen == wholeExperts)
 	}
 	// Where nothing is fetched, nothing is predicted.
 	return p.plans.get(tokens, chosen, share != nil && share.TakesAll() && peers == 0)
