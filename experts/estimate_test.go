@@ -230,7 +230,7 @@ func TestShareConverges(t *testing.T) {
 			for what, after := range map[string]hostTimes{"": h, ", then slower": slow(h)} {
 				auto := NewCPUShare(AutoCPUShare, serverCPU)
 				auto.Divide()
-				seconds := simulate(12000, 2000, missing, h, after, auto)
+				seconds := simulate(6000, 1500, missing, h, after, auto)
 				for other, s := range seconds {
 					limit := 1.03
 					if other == "best" {

@@ -15,6 +15,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/device/emulated"
 	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // TestInPlaceSameResults: steps whose kernels read experts in place give the same results as
@@ -271,6 +272,7 @@ func TestAccessHold(t *testing.T) {
 // the number of offloaded experts differs by 10 % from step to step. Where the two ways are within
 // 15 % of each other, that holds from the first 24 steps on.
 func TestAccessChooser(t *testing.T) {
+	racedetector.SkipSequential(t)
 	random := rand.New(rand.NewPCG(1, 2))
 	worst, worstFirst := 0.0, 0.0
 	for range 400 {
@@ -316,6 +318,7 @@ func TestAccessChooser(t *testing.T) {
 // alone, behind the first 200 (in which all are measured), with a constant number of tokens, over machines on which each takes up to twice as long as by the model, or half, from
 // step to step by 5 % more or less.
 func TestAccessChooserWithCPU(t *testing.T) {
+	racedetector.SkipSequential(t)
 	random := rand.New(rand.NewPCG(3, 4))
 	worst := 0.0
 	var won [accesses]int

@@ -8,6 +8,7 @@ import (
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device/emulated"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 const module = "github.com/moeserve/moeserve/"
@@ -66,6 +67,9 @@ func allocated() map[string]int64 {
 // TestNoAllocations: continued decoding allocates nothing on the heap, with graphs and
 // without, with offloaded experts and without.
 func TestNoAllocations(t *testing.T) {
+	if racedetector.Enabled {
+		t.Skip("the race detector allocates memory itself; other tests run such steps")
+	}
 	for _, c := range []struct {
 		o        Options
 		fraction float64

@@ -5,11 +5,14 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // The last lines of plan are a command that a shell runs: inspect with the same flags fits,
 // with the planned context.
 func TestPlanPrintsTheCommandThatServes(t *testing.T) {
+	racedetector.SkipSequential(t)
 	dir := t.TempDir()
 	for _, args := range [][]string{
 		{"--emulate", "hbm=6MiB,host=1GiB,virtual"},

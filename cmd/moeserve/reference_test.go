@@ -24,6 +24,7 @@ import (
 	"github.com/moeserve/moeserve/node/devices"
 	"github.com/moeserve/moeserve/planner"
 	"github.com/moeserve/moeserve/tools/fixtures"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // The pages of docs/reference are generated: from the schema of settings, the commands, the
@@ -158,6 +159,7 @@ func commandsBelow(c *cobra.Command) []*cobra.Command {
 }
 
 func TestReferencePresets(t *testing.T) {
+	racedetector.SkipSequential(t)
 	var b strings.Builder
 	b.WriteString("A preset is a published model's configuration, for `--model`. It has no weights and no tokenizer. `inspect` and `plan` need no more;\n" +
 		"`--load-format dummy` fills its shapes with seeded random weights, and `--num-hidden-layers` cuts it to what fits.\n\n" + presetsTable(t))
@@ -401,6 +403,7 @@ var httpErrors = []struct{ path, body, status, code, message string }{
 }
 
 func TestReferenceErrors(t *testing.T) {
+	racedetector.SkipSequential(t)
 	var b strings.Builder
 	b.WriteString("Each message names what is wrong and what to do. The commands below are run to make this page, on emulated devices. [exit-codes.md](exit-codes.md) has the codes.\n")
 	for _, m := range mistakes {

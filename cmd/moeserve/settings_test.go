@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/pflag"
 
 	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // read puts settings together from arguments, variables (of the process, as viper
@@ -284,6 +285,7 @@ func TestNamedFile(t *testing.T) {
 
 // Variables that tests are steered with must not be taken for settings.
 func TestTestVariablesAreKnown(t *testing.T) {
+	racedetector.SkipSequential(t)
 	used := regexp.MustCompile(`(?:Getenv|LookupEnv)\("(MOESERVE_\w+)"\)`)
 	found := 0
 	err := filepath.WalkDir(filepath.Join("..", ".."), func(path string, d os.DirEntry, err error) error {

@@ -4,10 +4,13 @@ import (
 	"math/rand/v2"
 	"testing"
 	"unicode/utf8"
+
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // TestPieces: the text of ids is their pieces, one after another, of the first id the one for that place.
 func TestPieces(t *testing.T) {
+	racedetector.SkipSequential(t)
 	for _, name := range families {
 		tok := loadFamily(t, name)
 		r := rand.New(rand.NewPCG(1, 2))

@@ -221,6 +221,7 @@ func TestEncodeLimit(t *testing.T) {
 // TestContinue: the text of some tokens and that of a stream of those behind them, one after the other, are the text of
 // all of them.
 func TestContinue(t *testing.T) {
+	racedetector.SkipSequential(t)
 	everyTokenizer(t, func(t *testing.T, tok *Pipeline) {
 		all := ids(t, tok, "The capital of France is Paris now", EncodeOptions{})
 		whole := tok.Decode(all, true)

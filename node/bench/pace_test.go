@@ -9,6 +9,7 @@ import (
 	"github.com/moeserve/moeserve/eval/fairness"
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/node/bench"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // TestMaxITL: a whole engine, on a virtual clock with an H200's rates. Prompts of 1,024 tokens come
@@ -16,6 +17,9 @@ import (
 // is without them, with a bound to less than that, and without either to several times as much; the
 // throughput is the same, and so are prompts computed once.
 func TestMaxITL(t *testing.T) {
+	if racedetector.Enabled {
+		t.Skip("it compares latencies on a virtual clock; TestFairness runs engines in the same way")
+	}
 	measure := func(itl string) fairness.Point {
 		o := fairness.Options{
 			Lines: fairness.Lines(nil, []fairness.Tier{fairness.None}),

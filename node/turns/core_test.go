@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/moeserve/moeserve/node/turns"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 const ms = time.Millisecond
@@ -242,7 +243,7 @@ func TestAlternating(t *testing.T) {
 // TestRandom: whatever comes, and whatever fails, no model starves, turns do not end early, and the
 // order of sleeps and wakes holds.
 func TestRandom(t *testing.T) {
-	for seed := range uint64(200) {
+	for seed := range uint64(racedetector.Fewer(200, 4)) {
 		rng := rand.New(rand.NewPCG(seed, 1))
 		models := 2 + rng.IntN(3)
 		l := turns.Limits{Turn: time.Duration(10+rng.IntN(3000)) * ms, Retry: 100 * ms}
