@@ -171,12 +171,16 @@ func (h Harvest) ParseClients() (map[string]ClientLimits, error) {
 	if h.Policy != "fairness" {
 		return nil, wrong("needs --harvest-policy fairness")
 	}
+	known := []string{"experts", "kv", "relay"} // of what peers' memory is borrowed for
 	clients := map[string]ClientLimits{}
 	for entry := range strings.SplitSeq(h.Clients, ";") {
 		name, limits, ok := strings.Cut(entry, "=")
 		name = strings.TrimSpace(name)
 		if _, twice := clients[name]; !ok || name == "" || twice {
 			return nil, wrong("%q names no client, or one that is named before", entry)
+		}
+		if !slices.Contains(known, name) {
+			return nil, wrong("there is no client %q: clients are %s", name, strings.Join(known, ", "))
 		}
 		var c ClientLimits
 		for limit := range strings.SplitSeq(limits, ",") {
@@ -399,7 +403,8 @@ var byteUnits = map[string]float64{
 	"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
 }
 
-// ParseBytes reads a size from 0: "4GiB", which is "4G", "1.5GB", "0".
+// ParseBytes reads a size from 0: "4GiB", which is "4G", "1.5GB", "512B", "0". Any other number needs a unit: who
+// writes a 5 rarely means bytes.
 func ParseBytes(text string) (int64, error) {
 	i := strings.IndexFunc(text, func(r rune) bool { return (r < '0' || r > '9') && r != '.' })
 	if i < 0 {
@@ -407,8 +412,11 @@ func ParseBytes(text string) (int64, error) {
 	}
 	n, err := strconv.ParseFloat(text[:i], 64)
 	unit, ok := byteUnits[strings.ToLower(text[i:])]
-	if err != nil || !ok || n*unit > math.MaxInt64/2 {
+	switch {
+	case err != nil || !ok || n*unit > math.MaxInt64/2:
 		return 0, fmt.Errorf("%q is not a size like 4GiB (G and GiB: 2^30 bytes, GB: 10^9)", text)
+	case i == len(text) && n > 0:
+		return 0, fmt.Errorf("%q has no unit; a size is like 4GiB (G and GiB: 2^30 bytes, GB: 10^9), or %sB", text, text)
 	}
 	return int64(n * unit), nil
 }

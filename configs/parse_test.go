@@ -73,6 +73,7 @@ func TestPeerSettings(t *testing.T) {
 		{"harvest-headroom", "101%", `harvest-headroom is "101%": must be a size like 4GiB (G and GiB: 2^30 bytes, GB: 10^9) or a share like 5%`},
 		{"harvest-headroom", "-1%", "must be a size like 4GiB"},
 		{"harvest-headroom", "4 parsecs", "must be a size like 4GiB"},
+		{"harvest-headroom", "5", "must be a size like 4GiB"},
 		{"harvest-headroom", "NaN%", "must be a size like 4GiB"},
 		{"migration-limit", "0", auto + " " + room + " -1 " + trace},
 		{"migration-limit", "2.5GB/s", auto + " " + room + " 2500000000 " + trace},
@@ -122,6 +123,7 @@ func TestHarvestTimes(t *testing.T) {
 		{"harvest-slab-size", "512MiB", ""},
 		{"harvest-slab-size", "0", `--harvest-slab-size is "0": must be auto or a size`},
 		{"harvest-slab-size", "some", "must be auto or a size like 512MiB"},
+		{"harvest-slab-size", "5", "must be auto or a size like 512MiB"},
 	} {
 		s := Defaults()
 		err := s.Put(map[string]any{c.key: c.value})
@@ -135,16 +137,17 @@ func TestHarvestClients(t *testing.T) {
 	for text, want := range map[string]string{
 		"": "map[]",
 		"experts=weight:3,rate:2GiB/s; kv=quota:20GiB": "map[experts:{Weight:3 Quota:0 Rate:2.147483648e+09} kv:{Weight:0 Quota:21474836480 Rate:0}]",
-		"experts":               `"experts" names no client`,
-		"=weight:1":             `"=weight:1" names no client`,
-		"a=weight:1;a=weight:2": "or one that is named before",
-		"a=weight:0":            `"weight:0" is not a weight up to 1000`,
-		"a=weight:1e9":          "is not a weight up to 1000",
-		"a=quota:0":             "a quota or a rate",
-		"a=rate:2GiB":           "a quota or a rate",
-		"a=rate:0/s":            "a quota or a rate",
-		"a=share:1":             "a quota or a rate",
-		"a=weight:1,":           "a quota or a rate",
+		"experts":                 `"experts" names no client`,
+		"=weight:1":               `"=weight:1" names no client`,
+		"kv=weight:1;kv=weight:2": "or one that is named before",
+		"kv=weight:0":             `"weight:0" is not a weight up to 1000`,
+		"kv=weight:1e9":           "is not a weight up to 1000",
+		"kv=quota:0":              "a quota or a rate",
+		"kv=rate:2GiB":            "a quota or a rate",
+		"kv=rate:0/s":             "a quota or a rate",
+		"kv=share:1":              "a quota or a rate",
+		"kv=weight:1,":            "a quota or a rate",
+		"expert=weight:3":         `there is no client "expert": clients are experts, kv, relay`,
 	} {
 		s := Defaults()
 		s.Harvest.Policy, s.Harvest.Clients = "fairness", text

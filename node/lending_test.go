@@ -213,6 +213,17 @@ func TestLendingSettings(t *testing.T) {
 	if _, err := node.Open(t.Context(), node.Options{Settings: s}); !errors.Is(err, fault.ErrConfig) || !strings.Contains(err.Error(), "use --attention gpu") {
 		t.Errorf("with attention on the CPU: %v", err)
 	}
+	s.Batch.Attention, s.Plan.Policy, s.Offload.Fraction = configs.AnyPlace, configs.PlannedPolicy, 0.5 // a plan has it on the GPU
+	planned, err := node.Open(t.Context(), node.Options{Settings: s, Explicit: func(key string) bool { return key == "offload-fraction" || key == "kv-experts-share" }})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if planned.Observe().KV().Lent == nil {
+		t.Error("with a planned policy it lends nothing")
+	}
+	if err := planned.Close(); err != nil {
+		t.Error(err)
+	}
 	for _, c := range []struct {
 		fraction float64
 		blocks   int

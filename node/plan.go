@@ -53,6 +53,11 @@ func Plan(o PlanOptions) (_ *planning.Planned, err error) {
 	if err != nil {
 		return nil, err
 	}
+	if w, most := o.Workload, p.Context(); w.PromptTokens+w.NewTokens > most && w != planning.DefaultWorkload {
+		return nil, fault.Of(fault.ErrConfig, fmt.Errorf(
+			"prompts of %d tokens (--input-len) and %d generated (--output-len) are longer together than a sequence may be, %d tokens (--max-model-len; by default the model's maximum); lower one of them",
+			w.PromptTokens, w.NewTokens, most))
+	}
 	var planned *planning.Planned
 	if s.Plan.Policy == configs.PlannedPolicy {
 		planned, err = p.Search(!o.Unrestricted)
@@ -62,16 +67,17 @@ func Plan(o PlanOptions) (_ *planning.Planned, err error) {
 	return planned, fault.Of(fault.ErrConfig, err)
 }
 
-// problem is that of named hardware, or of this machine.
+// problem is that of named hardware, or of this machine, or of emulated devices: these have the rates of the
+// hardware that is named.
 func (o *PlanOptions) problem(model *checkpoint.Model) (_ *planning.Problem, err error) {
-	if o.Settings.Plan.Hardware != "" {
+	if o.Settings.Plan.Hardware != "" && o.Settings.Device.Emulate == "" {
 		return planning.NewNamed(model, planning.NamedOptions{
 			Settings: &o.Settings, Explicit: o.explicit(), Workload: o.Workload,
 			CacheLayers: o.CacheLayers, HostLogits: o.HostLogits, PeerMemory: o.PeerMemory, MaxTTFT: o.MaxTTFT, MaxTPOT: o.MaxTPOT,
 		})
 	}
 	if o.PeerMemory > 0 {
-		return nil, fault.Of(fault.ErrConfig, errors.New("--peer-memory needs --hardware: the peers of this machine have the memory that they have"))
+		return nil, fault.Of(fault.ErrConfig, errors.New("--peer-memory needs --hardware, without --emulate: other peers have the memory that they have"))
 	}
 	u, err := newSetup(&o.Options, model)
 	if err != nil {

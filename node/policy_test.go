@@ -158,6 +158,46 @@ func TestPlanWithBounds(t *testing.T) {
 	}
 }
 
+// A plan is refused for requests that are longer than a sequence may be. One that is made for the default workload, or
+// for a request that may end anywhere, is made for shorter ones.
+func TestPlanOfLongRequests(t *testing.T) {
+	for _, c := range []struct {
+		workload planner.Workload
+		length   int
+		want     string
+	}{
+		{planner.Workload{PromptTokens: 40000, NewTokens: 32}, 0, "prompts of 40000 tokens (--input-len) and 32 generated (--output-len) are longer together than a sequence may be, 32768 tokens"},
+		{planner.Workload{PromptTokens: 900, NewTokens: 200}, 1000, "1000 tokens (--max-model-len"},
+		{planner.Workload{PromptTokens: 900, NewTokens: 100}, 1000, ""},
+		{planner.Workload{}, 64, ""},
+	} {
+		s := configs.Defaults()
+		s.Model.Name, s.Plan.Hardware, s.KV.MaxModelLen = "mixtral-8x7b", "h200", c.length
+		p, err := Plan(PlanOptions{Options: Options{Settings: s, Workload: c.workload}})
+		if c.want == "" && err != nil || c.want != "" && (!errors.Is(err, fault.ErrConfig) || !strings.Contains(err.Error(), c.want)) {
+			t.Errorf("%+v of at most %d: %v, want %q", c.workload, c.length, err, c.want)
+		}
+		if err == nil && p.Workload.PromptTokens+p.Workload.NewTokens > p.MaxModelLen {
+			t.Errorf("%+v of at most %d: planned for %+v", c.workload, p.MaxModelLen, p.Workload)
+		}
+	}
+}
+
+// Emulated devices have the memory that they name also where hardware is named, whose rates they have.
+func TestPlanOfEmulatedHardware(t *testing.T) {
+	s := configs.Defaults()
+	s.Model.Name, s.Plan.Hardware, s.Device.Emulate, s.Device.Peers = "mixtral-8x7b", "h200", "hbm=24GiB,host=100GiB,virtual,nodata", "none"
+	p, err := Plan(PlanOptions{Options: Options{Settings: s}})
+	if err != nil || p.Hardware.GPUMemory != 24<<30 || p.Hardware.HostMemory != 100<<30 || p.Hardware.GPUMemoryRate != 4.6e12 {
+		t.Errorf("%+v, %v", p, err)
+	}
+	s.Device.Emulate = "hbm=8GiB"
+	var misfit *planner.MisfitError
+	if _, err := Plan(PlanOptions{Options: Options{Settings: s}}); !errors.As(err, &misfit) {
+		t.Errorf("with 8 GiB: %v", err)
+	}
+}
+
 // GPUs lend memory to a plan only where peers are named, as to run; emulated devices do so by
 // default.
 func TestPlanAssumesThePeersOfRun(t *testing.T) {

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 
 	"github.com/moeserve/moeserve/configs"
 	"github.com/moeserve/moeserve/device"
@@ -358,7 +359,25 @@ func (u *setup) budget() (sizing.KVFit, error) {
 	if u.needs.Plan.OffloadedExperts > 0 && len(peers) > 0 && !slices.ContainsFunc(peers, func(b sizing.PeerBudget) bool { return b.Experts > 0 }) {
 		u.o.Log.Warn("no peer has room for an expert now; offloaded experts are fetched from host memory until one has", "headroom_bytes", peers[0].Headroom)
 	}
+	u.warnOfIdle()
 	return fit, u.peersHold(peers)
+}
+
+// warnOfIdle names settings that were given explicitly and have no effect.
+func (u *setup) warnOfIdle() {
+	given, values, defaults := u.o.Explicit, u.settings.Values(), configs.Defaults().Values()
+	var idle []string
+	for _, key := range []string{"cpu-experts", "dynamic-residency", "expert-access", "kv-experts-share", "offload-tier"} {
+		if given != nil && given(key) && values[key] != defaults[key] {
+			idle = append(idle, "--"+key)
+		}
+	}
+	switch b := u.settings.Batch; {
+	case u.needs.Plan.OffloadedExperts == 0 && len(idle) > 0:
+		u.o.Log.Warn("no expert is offloaded, so these settings have no effect", "settings", strings.Join(idle, " "))
+	case b.CPUExperts == "auto" && b.Attention == configs.OnCPU:
+		u.o.Log.Warn("--cpu-experts auto computes no experts on the CPU beside --attention cpu; give a fraction")
+	}
 }
 
 // memory is what the memory of the GPU and of the host is for once the model is loaded.

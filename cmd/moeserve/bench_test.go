@@ -247,7 +247,7 @@ func TestBenchKV(t *testing.T) {
 		{"--block-size 0", "--block-size is 0"},
 		{"--repetitions 0", "--repetitions is 0"},
 		{"--copy-method mail", "--copy-method mail: must be dma, batch, kernel, both or all"},
-		{"--copy-sizes 5", "--copy-sizes 5: must be a multiple of 16 bytes"},
+		{"--copy-sizes 5B", "--copy-sizes 5B: must be a multiple of 16 bytes"},
 		{"--copy-sizes large", "--copy-sizes: \"large\" is not a size"},
 		{"--copy-largest-mib 1", "--copy-largest-mib is 1, which has no room for a block of 16 MiB"},
 		{"--copy-blocks 0", "--copy-blocks is out of range"},

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"os"
+	"strconv"
 	"strings"
 	"time"
 
@@ -42,7 +43,8 @@ All processes of this user are asked that listen in --runtime-dir; those of othe
 users if that directory is shared. With --url one process is asked, at its
 --admin-address; the key of MOESERVE_API_KEY is sent if it is set.
 
-Exit codes: 0 the memory is free, or nobody borrows there; 1 it is not free in time.`,
+Exit codes: 0 the memory is free, or no moeserve process borrows there (then nobody
+looks how much is free); 1 it is not free in time.`,
 		Example: `  moeserve reclaim --device 1 --gib 30 --deadline 500ms
   moeserve reclaim --device GPU-5fd4f087-86f3-7a43-b711-4771313afc50 --gib 1.5`,
 		Args: noArguments,
@@ -57,6 +59,12 @@ Exit codes: 0 the memory is free, or nobody borrows there; 1 it is not free in t
 	return cmd
 }
 
+// isGPU reports whether name can be that of a GPU: its number or its UUID.
+func isGPU(name string) bool {
+	_, err := strconv.ParseUint(name, 10, 16)
+	return err == nil || strings.Contains(name[1:], "-")
+}
+
 // maxReclaimGiB bounds --gib: more than any GPU has.
 const maxReclaimGiB = 1 << 20
 
@@ -64,6 +72,8 @@ func reclaimMemory(ctx context.Context, s *streams, o *reclaimOptions) error {
 	switch {
 	case o.device == "":
 		return usagef("--device is not set: the number of a GPU, as in --peers, or its UUID")
+	case !isGPU(o.device):
+		return usagef("--device is %s: must be the number of a GPU, as in --peers, or its UUID", o.device)
 	case o.gib == 0:
 		return usagef("--gib is not set: how much memory is to be free on GPU %s, in GiB", o.device)
 	case !(o.gib > 0 && o.gib <= maxReclaimGiB):
@@ -87,7 +97,7 @@ func reclaimMemory(ctx context.Context, s *streams, o *reclaimOptions) error {
 	case err != nil:
 		return fmt.Errorf("reclaim: %w", err)
 	case r.Processes == 0:
-		_, err := fmt.Fprintf(s.out, "no moeserve process borrows memory of GPU %s\n", o.device)
+		_, err := fmt.Fprintf(s.out, "no moeserve process borrows memory of GPU %s; how much of it is free was not looked at\n", o.device)
 		return err
 	}
 	if _, err := fmt.Fprintf(s.out, "GPU %s: %s free, %s released by %d in %.0f ms, %s still borrowed\n", r.Device,

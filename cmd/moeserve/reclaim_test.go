@@ -34,7 +34,9 @@ func TestReclaim(t *testing.T) {
 		wants string
 	}{
 		{"--device 1 --gib 0.01", exitDone, `^GPU 1: 6\d\.\d+ MiB free, 0 B released by 1 in \d+ ms, 3\.\d+ MiB still borrowed\n$`},
-		{"--device 7 --gib 1", exitDone, `^no moeserve process borrows memory of GPU 7\n$`},
+		{"--device 7 --gib 1", exitDone, `^no moeserve process borrows memory of GPU 7; how much of it is free was not looked at\n$`},
+		{"--device banana --gib 1", exitUsage, "--device is banana: must be the number of a GPU, as in --peers, or its UUID"},
+		{"--device -1 --gib 1", exitUsage, "--device is -1: must be the number"},
 		{"--device 1 --gib 0.01 --url " + at[1], exitDone, `^GPU 1: .* 0 B released by 1 `},
 		{"--device emulated-1 --deadline 30s --gib " + all, exitDone, `^GPU 1: 64\.00 MiB free, 3\.\d+ MiB released by 1 in \d+ ms, 0 B still borrowed\n$`},
 		{"--device 1 --gib 1", exitFailed, `(?s)still borrowed\n.*reclaim: 64\.00 MiB of 1\.00 GiB are free on GPU 1: the total memory of the GPU is 64\.00 MiB\n$`},

@@ -120,9 +120,21 @@ type Problem struct {
 	options   Options
 }
 
-// New makes a problem of a footprint.
+// within is the workload with sequences of at most so many tokens.
+func within(w planner.Workload, context int) planner.Workload {
+	w.PromptTokens = max(1, min(w.PromptTokens, context-1))
+	w.NewTokens = max(1, min(w.NewTokens, context-w.PromptTokens))
+	return w
+}
+
+// Context is the maximum length of a sequence in tokens.
+func (p *Problem) Context() int { return p.context }
+
+// New makes a problem of a footprint. A workload whose sequences are longer than they may be is one of
+// sequences of the maximum length.
 func New(f *sizing.Footprint, o Options) (*Problem, error) {
 	o = o.EnsureDefaults()
+	o.Workload = within(o.Workload, f.MaxModelLen())
 	s, h := o.Settings, &o.Hardware
 	var fixed configs.Batch
 	for _, x := range []struct {
@@ -482,8 +494,11 @@ func (p *Problem) bound(c planner.Choices) (planner.Choices, error) {
 	case b.MicroBatchSize == 0 && given.MicroBatchSize:
 		c.MicroBatches = 1
 	}
-	if given.Attention && b.Attention != configs.AnyPlace {
+	switch {
+	case given.Attention && b.Attention != configs.AnyPlace:
 		c.Attention = []configs.Place{b.Attention}
+	case p.kv.ExpertsShare == configs.AutoShare: // what is lent to experts is memory of a KV cache on the GPU
+		c.Attention = []configs.Place{configs.OnGPU}
 	}
 	if given.Grouping {
 		c.Grouping = []configs.Grouping{b.Grouping}
