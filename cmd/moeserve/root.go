@@ -136,11 +136,20 @@ var foreignUse = map[string]string{
 	"--quantization": "moeserve runs checkpoints in BF16, FP16 or FP32",
 	"--dtype":        "moeserve runs checkpoints in BF16, FP16 or FP32",
 	"--stream":       "moeserve run and chat print a completion as it is generated",
+
+	"--data-parallel-size": oneEach, "--dp": oneEach, "--enable-expert-parallel": oneGPU,
+	"--enable-lora": noAdapters, "--lora-modules": noAdapters,
+	"--speculative-config": "there is no speculative decoding", "--speculative-model": "there is no speculative decoding",
+	"--swap-space":     "--kv-offloading-size is the host memory for KV blocks, in GiB",
+	"--kv-cache-dtype": "the KV cache has the type of the activations",
 }
 
 const (
 	promptUse = "the prompt is an argument: moeserve run [MODEL] PROMPT"
 	oneGPU    = "one GPU computes; --peers names others that lend memory"
+	oneEach   = "one server is one GPU that computes; start several behind a router"
+
+	noAdapters = "there are no LoRA adapters; merge them into the checkpoint"
 )
 
 // flagError words what pflag found wrong with a command line.
