@@ -66,7 +66,9 @@ func (m *Model) parseMessages(o *object, counting bool) (*chatRequest, error) {
 	for last >= 0 && c.messages[last].Role == "system" { // as in Anthropic's API, one may follow the user's
 		last--
 	}
-	if last < 0 || c.messages[last].Role == "assistant" {
+	if last < 0 {
+		o.fail("messages", "invalid_value", "Invalid value for 'messages': there must be a message of the user's, and all of them are the system's.")
+	} else if c.messages[last].Role == "assistant" {
 		o.fail("messages", "unsupported_parameter", "The last message must be the user's, or a system message behind it: one of the assistant's is not continued.")
 	}
 	return r, o.end()
