@@ -64,12 +64,14 @@ func (s *Server) parseCompletion(ctx context.Context, m *Model, o *object) (*com
 	if err := m.constrain(ctx, &r.params, &r.structure, nil, false); err != nil {
 		return nil, err
 	}
-	r.prompts, err = m.prompts(ctx, o, raw, special, max(1, s.o.MaxSamples/r.params.N))
+	r.prompts, err = m.prompts(ctx, o, raw, special, r.params.N, s.o.MaxSamples)
 	return r, err
 }
 
-// prompts reads a prompt: text, a list of texts, token ids, or a list of those.
-func (m *Model) prompts(ctx context.Context, o *object, raw json.RawMessage, special bool, most int) ([]prompt, error) {
+// prompts reads a prompt: text, a list of texts, token ids, or a list of those. Of several, their number times n is
+// at most samples.
+func (m *Model) prompts(ctx context.Context, o *object, raw json.RawMessage, special bool, n, samples int) ([]prompt, error) {
+	most := max(1, samples/n)
 	items, listed := []json.RawMessage{raw}, false
 	if kindOf(raw) == "an array" {
 		if ids, wrong := parseIDs(raw, m.MaxModelLen); len(ids) > 0 || kindOf(wrong) == "a number" {
@@ -86,7 +88,7 @@ func (m *Model) prompts(ctx context.Context, o *object, raw json.RawMessage, spe
 		}
 	}
 	if len(items) > most {
-		o.fail("prompt", "invalid_value", "Invalid value for 'prompt': it has more than %d prompts, which is the maximum of a request with this n.", most)
+		tooManyPrompts(o, most, n, samples)
 		items = nil
 	}
 	prompts := make([]prompt, 0, len(items))
@@ -123,6 +125,9 @@ func (m *Model) prompts(ctx context.Context, o *object, raw json.RawMessage, spe
 			if len(ids) > m.MaxModelLen {
 				return nil, promptTooLong("prompt", m.MaxModelLen, fmt.Sprintf("more than %d", m.MaxModelLen))
 			}
+			if m.Vocab > 0 {
+				o.known(name, "prompt token", ids, m.Vocab)
+			}
 			p = m.decoded(ids)
 		default:
 			o.wrongType(name, want, item)
@@ -133,6 +138,16 @@ func (m *Model) prompts(ctx context.Context, o *object, raw json.RawMessage, spe
 		prompts = append(prompts, p)
 	}
 	return prompts, o.end()
+}
+
+// tooManyPrompts is the error for more prompts than one request may have.
+func tooManyPrompts(o *object, most, n, samples int) {
+	what := "prompts"
+	if most == 1 {
+		what = "prompt"
+	}
+	o.fail("prompt", "invalid_value", "Invalid value for 'prompt': it has more than %d %s. The number of prompts times n (here %d) may be at most %d (the server's --max-queued-requests): send fewer in a request.",
+		most, what, n, samples)
 }
 
 // decoded is the prompt of ids.

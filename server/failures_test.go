@@ -74,8 +74,10 @@ func testBadBodies(t *testing.T) {
 		{completions, `{"prompt": [[1, 2147483648]]}`, "prompt[0][1]", "invalid_type", "and is 2147483648"},
 		{completions, `{"prompt": [[1.5]]}`, "prompt[0][0]", "invalid_type", "and is 1.5"},
 		{completions, `{"prompt": [894]}`, "prompt", "invalid_value", "Invalid value for 'prompt': prompt token 0 has id 894, the vocabulary is 0 to 893"},
-		{completions, `{"prompt": ["a", "b", "c", "d"]}`, "prompt", "invalid_value", "it has more than 3 prompts, which is the maximum"},
-		{completions, `{"prompt": ["a", "b"], "n": 2}`, "prompt", "invalid_value", "more than 1 prompts"},
+		{completions, `{"prompt": [[1], [893, 894]]}`, "prompt[1]", "invalid_value", "Invalid value for 'prompt[1]': prompt token 1 has id 894, the vocabulary is 0 to 893."},
+		{completions + "/render", `{"prompt": [894]}`, "prompt", "invalid_value", "prompt token 0 has id 894, the vocabulary is 0 to 893"},
+		{completions, `{"prompt": ["a", "b", "c", "d"]}`, "prompt", "invalid_value", "it has more than 3 prompts. The number of prompts times n (here 1) may be at most 3 (the server's --max-queued-requests): send fewer"},
+		{completions, `{"prompt": ["a", "b"], "n": 2}`, "prompt", "invalid_value", "it has more than 1 prompt. The number of prompts times n (here 2) may be at most 3"},
 		{completions, `{"prompt": [` + long + `]}`, "prompt", "context_length_exceeded", "the prompt has 256"},
 		{completions, `{"prompt": "x", "max_tokens": 256}`, "max_tokens", "context_length_exceeded", "the maximum for it is 25"},
 		{completions, `{"prompt": "x", "max_tokens": 9223372036854775807}`, "max_tokens", "context_length_exceeded", "the maximum for it is 25"},
@@ -208,6 +210,7 @@ func testBadBodies(t *testing.T) {
 		{"/tokenize", `{"prompt": "x", "return_tokens": true}`, "return_tokens", "unknown_parameter", "return_tokens"},
 		{"/detokenize", `{"tokens": "x"}`, "tokens", "invalid_type", "an array of token ids"},
 		{"/detokenize", `{"tokens": [-1]}`, "tokens[0]", "invalid_type", "from 0 to 2147483647, and is -1"},
+		{"/detokenize", `{"tokens": [1, 894, 2147483647]}`, "tokens", "invalid_value", "Invalid value for 'tokens': token 1 has id 894, the vocabulary is 0 to 893."},
 		{"/detokenize", `{}`, "tokens", "missing_required_parameter", "tokens"},
 	} {
 		a := h.send(http.MethodPost, c.path, c.body)

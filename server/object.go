@@ -278,6 +278,17 @@ func (o *object) ids(member string, to *[]int32, limit int) bool {
 	return true
 }
 
+// known checks that token ids are of a vocabulary of that size; what is a token's name in the error, which is
+// the engine's for a prompt.
+func (o *object) known(member, what string, ids []int32, vocab int) {
+	for i, id := range ids {
+		if int(id) >= vocab {
+			o.fail(member, "invalid_value", "Invalid value for '%s': %s %d has id %d, the vocabulary is 0 to %d.", o.name(member), what, i, id, vocab-1)
+			return
+		}
+	}
+}
+
 // wrongID is the error for an item that is no token id.
 func (o *object) wrongID(item string, got json.RawMessage) {
 	is := kindOf(got)

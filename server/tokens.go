@@ -117,7 +117,7 @@ type detokenized struct {
 	Prompt string `json:"prompt"`
 }
 
-// detokenize returns the text of ids: with special tokens, without ids that are no tokens.
+// detokenize returns the text of ids: with special tokens, without ids of the vocabulary that are no tokens.
 func (s *Server) detokenize(w *response, r *http.Request) error {
 	var a detokenized
 	if err := s.prepare(w, r, func(_ context.Context, m *Model, o *object) (err error) {
@@ -145,6 +145,10 @@ func (m *Model) detokenize(o *object) (string, error) {
 	}
 	if m.Tokenizer == nil {
 		return "", badRequest("tokens", "invalid_value", "The model has no tokenizer.")
+	}
+	// A tokenizer may have tokens that its model does not know, and /tokenize returns them.
+	if o.known("tokens", "token", ids, max(m.Vocab, m.Tokenizer.VocabSize())); o.err != nil {
+		return "", o.err
 	}
 	return m.Tokenizer.Decode(ids, false), nil
 }
