@@ -363,6 +363,9 @@ func (m *Model) render(ctx context.Context, c *conversation, limit int) ([]int32
 	if ctx.Err() != nil {
 		return nil, asError(ctx, ctx.Err(), "messages")
 	}
+	if err := m.checkNames(c); err != nil {
+		return nil, err
+	}
 	m.withoutReasoning(c)
 	prompt, err := m.Template.Render(ctx, c.messages, c.options)
 	if err == nil && c.options.Tools != nil {

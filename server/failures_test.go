@@ -159,6 +159,7 @@ func testBadBodies(t *testing.T) {
 		{chats, `{` + hi + `, "tools": [{"function": "f"}]}`, "tools[0].function", "invalid_type", "and is a string"},
 		{chats, `{` + hi + `, "tools": [{"function": {}}]}`, "tools[0].function.name", "missing_required_parameter", "'tools[0].function.name'"},
 		{chats, `{` + hi + `, "tools": [{"function": {"name": 5}}]}`, "tools[0].function.name", "invalid_type", "and is a number"},
+		{chats, `{` + hi + `, "tools": [{"function": {"name": ""}}]}`, "tools[0].function.name", "invalid_value", "'tools[0].function.name': it is empty."},
 		{chats, `{` + hi + `, "tools": [{"type": "custom", "custom": {"name": "f"}}]}`, "tools[0].type", "unsupported_parameter", "\"custom\"; this server runs no tools"},
 		{chats, `{"messages": [{"role": "robot", "content": "x"}]}`, "messages[0].role", "invalid_value", `one of system, developer, user, assistant, tool, function, and is "robot".`},
 		{chats, `{"messages": [{"role": 1, "content": "x"}]}`, "messages[0].role", "invalid_type", "a string, and is a number"},

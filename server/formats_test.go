@@ -343,6 +343,8 @@ func TestFormatsRefuse(t *testing.T) {
 		{messagesPath, `"max_tokens": 1, "messages": [{"role": "user"}]`, "messages[0].content"},
 		{messagesPath, `"max_tokens": 1, "messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": "c"}]}, {"role": "user", "content": "x"}]`, "messages[0].content[0]"},
 		{messagesPath, `"max_tokens": 1, "tools": [{"type": "web_search_20250305", "name": "web_search"}]`, "tools[0].type"},
+		{messagesPath, `"max_tokens": 1, "tools": [{"name": ""}]`, "Invalid value for 'tools[0].name': it is empty."},
+		{responsesPath, `"tools": [{"type": "function", "name": ""}]`, "Invalid value for 'tools[0].name': it is empty."},
 		{messagesPath, `"max_tokens": 1, "tool_choice": {"type": "tool", "name": "x"}`, "tool_choice"},
 		{messagesPath, `"max_tokens": 1, "stop_sequences": ["x", 1]`, "'stop_sequences[1]': it must be a string, and is a number"},
 		{messagesPath, `"max_tokens": 1, "temperature": "a", "thinking": 1, "output_config": {"format": 1}, "tool_choice": {"type": "tool"}`, "Invalid type for 'temperature'"},

@@ -121,9 +121,7 @@ func parseMessageTools(o *object, r *chatRequest) {
 		if t.text("type", &kind); kind != "custom" {
 			t.unsupported("type", fmt.Sprintf("%q is a tool that the server would run, and this one runs none", truncate(kind)))
 		}
-		if !t.text("name", &name) {
-			t.fail("name", "missing_required_parameter", "Missing required parameter: '%s'.", t.name("name"))
-		}
+		t.toolName(&name)
 		t.text("description", &description)
 		schema, _ := t.pop("input_schema")
 		var strict bool

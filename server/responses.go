@@ -124,9 +124,7 @@ func parseResponseTools(o *object, r *responseRequest) {
 		if t.text("type", &kind); kind != "function" {
 			t.unsupported("type", fmt.Sprintf("%q is a tool that the server would run, and this one runs none", truncate(kind)))
 		}
-		if !t.text("name", &name) {
-			t.fail("name", "missing_required_parameter", "Missing required parameter: '%s'.", t.name("name"))
-		}
+		t.toolName(&name)
 		t.text("description", &description)
 		schema, _ := t.pop("parameters")
 		var strict bool

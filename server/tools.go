@@ -79,12 +79,20 @@ func checkTool(o *object, i int, raw json.RawMessage) {
 	}
 	if f := t.sub("function"); f == nil {
 		t.fail("function", "missing_required_parameter", "Missing required parameter: '%s'.", t.name("function"))
-	} else if !f.text("name", &name) {
-		f.fail("name", "missing_required_parameter", "Missing required parameter: '%s'.", f.name("name"))
+	} else if f.toolName(&name); f.err != nil {
 		t.err = f.err
 	}
 	if o.err == nil {
 		o.err = t.err
+	}
+}
+
+// toolName parses the name of a tool.
+func (o *object) toolName(to *string) {
+	if !o.text("name", to) {
+		o.fail("name", "missing_required_parameter", "Missing required parameter: '%s'.", o.name("name"))
+	} else if *to == "" {
+		o.fail("name", "invalid_value", "Invalid value for '%s': it is empty.", o.name("name"))
 	}
 }
 
@@ -237,6 +245,22 @@ func (m *Model) callFormat(c *conversation) *output.Format {
 		return nil
 	}
 	return m.Calls
+}
+
+// checkNames refuses tools that no call can name: what the model writes of them would be text.
+func (m *Model) checkNames(c *conversation) error {
+	format := m.callFormat(c)
+	if format == nil {
+		return nil
+	}
+	for _, f := range c.functions {
+		if !format.Spells(f.name) {
+			param := fmt.Sprintf("tools[%d]", f.index)
+			return badRequest(param, "invalid_value", "Invalid value for '%s': calls as this model writes them (%s) cannot have the name %q; use letters, digits, '_' and '-'.",
+				param, format.Name, truncate(f.name))
+		}
+	}
+	return nil
 }
 
 // markers are the ids of special tokens that mark calls and reasoning, which the text has to have.

@@ -520,6 +520,33 @@ func TestStringsOfSchemas(t *testing.T) {
 	}
 }
 
+// A tool whose name calls of the model cannot have is refused, as its calls would be text, where the model is told of it.
+func TestNamesOfTools(t *testing.T) {
+	tool := func(name string) string {
+		return `, "tools": [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "` + name + `"}}]`
+	}
+	for _, c := range []struct {
+		format *output.Format
+		name   string
+		ok     bool
+	}{
+		{output.Olmo, "a b", false}, {output.Olmo, "a-b_2", true}, {output.QwenXML, "a>b", false}, {output.QwenXML, "a b", true}, {output.Hermes, "a b", true},
+	} {
+		s := scriptedChat(t, qwenTemplate(t), nil, func(m *server.Model) { m.Calls = c.format })
+		s.write("ok")
+		if c.ok {
+			s.ask(tool(c.name))
+			continue
+		}
+		a := s.send(http.MethodPost, chatPath, chatBody("x", tool(c.name)))
+		message, _, param, code := failed(t, a)
+		if want := fmt.Sprintf("calls as this model writes them (%s) cannot have the name %q; use letters", c.format.Name, c.name); param != "tools[1]" || code != "invalid_value" || !strings.Contains(message, want) {
+			t.Errorf("%s: %d %s", c.name, a.status, a.body)
+		}
+		s.ask(tool(c.name) + `, "tool_choice": "none"`)
+	}
+}
+
 // What the server does not know how to read is text.
 func TestWithoutParsers(t *testing.T) {
 	text := "<think>\nHm.\n</think>\n\n" + qwenCall

@@ -25,6 +25,8 @@ type Format struct {
 	begin, behindName string
 	// quoted: the name is a JSON string's.
 	quoted bool
+	// name reports whether a call can have a name; nil: any.
+	name func(name string) bool
 	// between is the text from one call to the name of the next, end that behind the last.
 	between, end string
 	// arguments is the grammar of what is behind the name and behindName; nil: a JSON object, and a brace. It is nil
@@ -84,7 +86,7 @@ var (
 		markers: []marker{{openCall, xmlBlock(atFunction)}, {functionTag, xmlBlock(inFunctionName)}},
 		begin:   openCall + "\n<function=", behindName: ">\n",
 		between: "\n" + closeCall + "\n" + openCall + "\n<function=", end: "\n" + closeCall,
-		arguments: xmlArguments,
+		name: xmlName, arguments: xmlArguments,
 	}
 	// Olmo is that of OLMo 3: calls of Python between tags.
 	Olmo = &Format{
@@ -92,7 +94,7 @@ var (
 		markers: []marker{{pythonOpen, pythonBlock}},
 		begin:   pythonOpen, behindName: "(",
 		between: "\n", end: pythonClose,
-		arguments: pythonKeywords,
+		name: pythonName, arguments: pythonKeywords,
 	}
 )
 
@@ -174,6 +176,10 @@ func (f *Format) Begin(name string) (text string, start, end int) {
 	start = len(f.begin)
 	return f.begin + name + f.behindName, start, start + len(name)
 }
+
+// Spells reports whether a call can have the name of a function. Names of letters, digits, underscores and dashes can
+// stand in all formats.
+func (f *Format) Spells(name string) bool { return f.name == nil || f.name(name) }
 
 // inString is a text as it stands in a JSON string.
 func inString(text string) string {

@@ -266,6 +266,30 @@ func TestBegin(t *testing.T) {
 	}
 }
 
+// A call of a name that a format spells is read, and one of another name is text.
+func TestSpells(t *testing.T) {
+	for _, c := range []struct {
+		format *output.Format
+		rest   string // of a call without arguments
+	}{
+		{output.Hermes, " {}}\n</tool_call>"}, {output.Mistral, " {}}]"}, {output.Phi4Mini, " {}}]"}, {output.Phi4MiniTokens, " {}}<|/tool_call|>"},
+		{output.JSON, " {}}"}, {output.QwenXML, "</function>\n</tool_call>"}, {output.Olmo, ")\n</function_calls>"},
+	} {
+		for _, name := range []string{
+			"f", "get_weather-2", "a.b", "größe", "a b", " a", "a\n", "a>b", "a<b", "a(b", `a"b`, "a/b", "]", "[ARGS]", "</function>",
+			strings.Repeat("x", 512), strings.Repeat("x", 513),
+		} {
+			begin, _, _ := c.format.Begin(name)
+			p := output.New(output.Options{Format: c.format, Tools: map[string]output.Tool{name: {}}})
+			p.Push(begin + c.rest)
+			p.End()
+			if got := p.Calls() == 1; got != c.format.Spells(name) {
+				t.Errorf("%s: a call of %.20q is read: %v", c.format.Name, name, got)
+			}
+		}
+	}
+}
+
 func TestNames(t *testing.T) {
 	for _, name := range output.Names() {
 		if output.Find(name) == nil {

@@ -66,6 +66,16 @@ func isNameByte(b byte) bool {
 	return b == '_' || b == '-' || b == '.' || b >= '0' && b <= '9' || b >= 'a' && b <= 'z' || b >= 'A' && b <= 'Z' || b >= utf8.RuneSelf
 }
 
+// pythonName reports whether a name can stand before its arguments.
+func pythonName(name string) bool {
+	for i := range len(name) {
+		if !isNameByte(name[i]) {
+			return false
+		}
+	}
+	return len(name) <= maxHead
+}
+
 // pythonScanner finds the bracket that closes a call.
 type pythonScanner struct {
 	depth   int

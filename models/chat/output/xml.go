@@ -88,6 +88,11 @@ func (x *xmlCalls) feed(b byte) verdict {
 	return x.closing.feed(b)
 }
 
+// xmlName reports whether a name can stand in a tag.
+func xmlName(name string) bool {
+	return len(name) <= maxHead && !strings.ContainsAny(name, "<>\n") && string(trimmed([]byte(name))) == name
+}
+
 // opening reads a tag that is one of some.
 func (x *xmlCalls) opening(b byte, tags ...string) verdict {
 	if len(x.tag) == 0 && isSpace(b) {
