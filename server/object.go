@@ -58,6 +58,10 @@ func parseBody(body []byte) *object {
 			o.err = badRequest("", "invalid_value", "The body is nested %d levels deep: the maximum is %d.", depth, maxDepth)
 			break
 		}
+		if half := loneSurrogate(body); half != "" {
+			o.err = badRequest("", "invalid_value", "The body has %s, which is half of a character (a surrogate) without the other half: send whole characters.", half)
+			break
+		}
 		o.parse(body, "The body")
 	}
 	return o

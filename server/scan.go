@@ -4,6 +4,9 @@ import (
 	"bytes"
 	"encoding/json"
 	"math"
+	"strconv"
+	"unicode"
+	"unicode/utf16"
 )
 
 // The functions of this file read JSON that is known to be valid, in place: they copy only names
@@ -130,6 +133,39 @@ func eachItem(data []byte, do func(item json.RawMessage) bool) {
 			return
 		}
 	}
+}
+
+// loneSurrogate is the first escape in the strings of data, as \ud800, that is half of a character without its other
+// half; empty if there is none.
+func loneSurrogate(data []byte) string {
+	for {
+		i := bytes.IndexByte(data, '\\')
+		if i < 0 {
+			return ""
+		}
+		data = data[i:]
+		r := escaped(data)
+		switch {
+		case !utf16.IsSurrogate(r):
+			data = data[2:]
+		case utf16.DecodeRune(r, escaped(data[6:])) == unicode.ReplacementChar:
+			return string(data[:6])
+		default:
+			data = data[12:]
+		}
+	}
+}
+
+// escaped is the value of \uXXXX where data begins with one, else 0.
+func escaped(data []byte) rune {
+	if len(data) < 6 || data[0] != '\\' || data[1] != 'u' {
+		return 0
+	}
+	n, err := strconv.ParseUint(string(data[2:6]), 16, 16)
+	if err != nil {
+		return 0
+	}
+	return rune(n)
 }
 
 // unquote reads a string.

@@ -1,10 +1,12 @@
 package server
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 	"testing"
 	"unicode/utf8"
 )
@@ -13,7 +15,7 @@ import (
 func FuzzScan(f *testing.F) {
 	for _, seed := range []string{
 		`{}`, `[]`, ` { "a" : 1 , "b\u0041\"" : [ "]", {"}": "\\"} ] , "": null } `, `[1,-2.5e+3 , true,[[]],{"a":[]}]`, `"x"`, `[""]`, `{"a":{}}`,
-		"[1\n,2\t]", `["\ud800"]`, `12`, `{"a":1,"a":2}`,
+		"[1\n,2\t]", `["\ud800"]`, `12`, `{"a":1,"a":2}`, `"\\ud800 \ud83d\uDE00"`, `"\ud83dx"`, `"\ude00"`,
 	} {
 		f.Add([]byte(seed))
 	}
@@ -36,6 +38,13 @@ func FuzzScan(f *testing.F) {
 			eachMember(data, func(name string, value json.RawMessage) bool { got[name] = value; return true })
 			if !maps.EqualFunc(got, members, slices.Equal) {
 				t.Errorf("%s: %s, want %s", data, got, members)
+			}
+		}
+		// encoding/json puts U+FFFD in the place of half a character.
+		var text string
+		if json.Unmarshal(data, &text) == nil && !strings.Contains(strings.ToLower(string(data)), `\ufffd`) && !bytes.ContainsRune(data, utf8.RuneError) {
+			if half := loneSurrogate(data); (half != "") != strings.ContainsRune(text, utf8.RuneError) {
+				t.Errorf("%s: %q is half a character, and the text is %q", data, half, text)
 			}
 		}
 		var v any
@@ -71,6 +80,18 @@ func TestExtent(t *testing.T) {
 		depth, values := extent([]byte(text))
 		if got := fmt.Sprint(depth, values); got != want {
 			t.Errorf("%s: %s, want %s", text, got, want)
+		}
+	}
+}
+
+func TestLoneSurrogate(t *testing.T) {
+	for text, want := range map[string]string{
+		`"x"`: "", `"\n\""`: "", `"\u00e9"`: "", `"\ud83d\ude00"`: "", `"\uD83D\uDE00\\ud800"`: "", `"\\\\ud800"`: "",
+		`"\ud800"`: `\ud800`, `"\uDFFF"`: `\uDFFF`, `"\ude00\ud83d"`: `\ude00`, `"\ud83d\n"`: `\ud83d`, `"\ud83d\\ude00"`: `\ud83d`,
+		`"\ud83d\ud83d\ude00"`: `\ud83d`, `{"\ud83d": "\ude00"}`: `\ud83d`, `["\ud83d\ude00", "\ude00"]`: `\ude00`,
+	} {
+		if got := loneSurrogate([]byte(text)); got != want {
+			t.Errorf("%s: %q, want %q", text, got, want)
 		}
 	}
 }
