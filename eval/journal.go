@@ -61,7 +61,7 @@ func OpenJournal(path string, config map[string]string) (_ *Journal, err error) 
 	}
 	j := &Journal{file: f}
 	whole := bytes.LastIndexByte(data, '\n') + 1
-	if whole == 0 && len(data) > 0 && data[0] != '{' {
+	if !beginsJournal(data) {
 		return nil, Inputf("%s is not a file of --resume: its first line is not a sweep's configuration; name another file", path)
 	}
 	n := 0
@@ -83,6 +83,14 @@ func OpenJournal(path string, config map[string]string) (_ *Journal, err error) 
 		}
 	}
 	return j, nil
+}
+
+// beginsJournal reports whether a file is a journal by its first bytes: of one whose first line is incomplete there may
+// be few.
+func beginsJournal(data []byte) bool {
+	const head = `{"sweep":`
+	n := min(len(head), len(data))
+	return bytes.IndexByte(data, '\n') >= 0 || string(data[:n]) == head[:n]
 }
 
 // read parses line n.

@@ -372,6 +372,7 @@ func TestBrokenJournal(t *testing.T) {
 		"text":             "to do\n",
 		"text without end": "to do",
 		"other JSON":       "{\"model\": \"a\"}\n",
+		"and without end":  "{\"model\": \"a\"}",
 		"a broken line":    "{\"sweep\": {\"model\": \"a\"}}\n{\"tier\"\n",
 		"no result":        "{\"sweep\": {\"model\": \"a\"}}\n{}\n",
 	} {
