@@ -66,12 +66,12 @@ func (t Timing) EnsureDefaults() Timing {
 // ReadTimings reads timings, a JSON object a line (those of other kinds are left out), or the results of
 // bench throughput and bench sweep, which have their predictions.
 func ReadTimings(data []byte, name string) ([]Timing, []Predicted, error) {
-	if lines, ok := timingLines(data); ok {
-		return lines, nil, nil
+	if lines, err := timingLines(data, name); err != nil || lines != nil {
+		return lines, nil, err
 	}
-	results, err := ReadResults(data, name)
+	results, err := parseResults(data)
 	if err != nil {
-		return nil, nil, Inputf("%s has neither timings, a JSON object with model, kind, sequences and seconds a line, nor results: %w", name, err)
+		return nil, nil, Inputf("%s has neither timings, a JSON object with model, kind, sequences and seconds a line, nor results of bench sweep --json or bench throughput --json: %w", name, err)
 	}
 	var list []Predicted
 	for i := range results {
@@ -84,24 +84,33 @@ func ReadTimings(data []byte, name string) ([]Timing, []Predicted, error) {
 	return nil, list, nil
 }
 
-// timingLines reads lines of timings, and false where there is another line.
-func timingLines(data []byte) ([]Timing, bool) {
+// timingLines reads lines of timings; nil where the first line is none.
+func timingLines(data []byte, name string) ([]Timing, error) {
 	var list []Timing
 	lines := bufio.NewScanner(bytes.NewReader(data))
 	lines.Buffer(nil, untrusted.MaxData)
+	n, first := 0, true
 	for lines.Scan() {
+		n++
 		if len(bytes.TrimSpace(lines.Bytes())) == 0 {
 			continue
 		}
 		var t Timing
-		if json.Unmarshal(lines.Bytes(), &t) != nil || t.Kind == "" {
-			return nil, false
+		err := json.Unmarshal(lines.Bytes(), &t)
+		switch {
+		case first && (err != nil || t.Kind == ""):
+			return nil, nil
+		case err != nil:
+			return nil, Inputf("%s: line %d: %w", name, n, JSONError(lines.Bytes(), err))
+		case t.Kind == "":
+			return nil, Inputf("%s: line %d has no kind, which the lines before it have", name, n)
 		}
+		first = false
 		if t.Kind == DecodeKind || t.Kind == PrefillKind {
 			list = append(list, t.EnsureDefaults())
 		}
 	}
-	return list, len(list) > 0
+	return list, nil
 }
 
 // predicted is a result's mean decode step, and its prefill.

@@ -55,3 +55,22 @@ func TestPredictionsOfResults(t *testing.T) {
 		}
 	}
 }
+
+// Lines of which one is no timing name it.
+func TestReadTimingsRefuses(t *testing.T) {
+	const line = `{"model": "mixtral-8x7b", "kind": "decode", "sequences": 1, "seconds": 1}` + "\n"
+	for text, want := range map[string]string{
+		line + "\n" + "x\n": `file: line 3: it is not JSON from "x" on`,
+		line + "{\n":        "file: line 2: it is not JSON: it ends too early",
+		line + "{}\n":       "file: line 2 has no kind, which the lines before it have",
+		"x\n" + line:        `nor results of bench sweep --json or bench throughput --json: line 1 is not JSON from "x" on`,
+		"[{}]":              "nor results of bench sweep --json or bench throughput --json: entry 1 is not one",
+	} {
+		if _, _, err := eval.ReadTimings([]byte(text), "file"); !errors.Is(err, eval.ErrInput) || !strings.HasSuffix(err.Error(), want) {
+			t.Errorf("%q: %v, want %s", text, err, want)
+		}
+	}
+	if list, _, err := eval.ReadTimings([]byte(line+"\n"+line), "file"); len(list) != 2 || err != nil {
+		t.Errorf("%v, %v", list, err)
+	}
+}

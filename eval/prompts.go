@@ -9,6 +9,8 @@ import (
 	"io"
 	"math"
 	"math/rand/v2"
+
+	"github.com/moeserve/moeserve/planner"
 )
 
 // ErrInput marks an error in the user's input: a file, a list, a value.
@@ -23,6 +25,9 @@ func (e *inputError) Is(target error) bool { return target == ErrInput }
 
 // Inputf is an error in the user's input, which wraps ErrInput without its text.
 func Inputf(format string, args ...any) error { return &inputError{fmt.Errorf(format, args...)} }
+
+// JSONError is planner's.
+func JSONError(data []byte, err error) error { return planner.JSONError(data, err) }
 
 // maxLineBytes bounds a line of a prompt file.
 const maxLineBytes = 16 << 20
@@ -67,7 +72,7 @@ func firstTurn(line []byte) (string, error) {
 		} `json:"history"`
 	}
 	if err := json.Unmarshal(line, &q); err != nil {
-		return "", fmt.Errorf("not a JSON object of MT-Bench: %w", err)
+		return "", fmt.Errorf("not a JSON object of MT-Bench: %w", JSONError(line, err))
 	}
 	turn := ""
 	switch {

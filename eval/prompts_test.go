@@ -21,7 +21,7 @@ func TestReadPrompts(t *testing.T) {
 		{"MT-Bench", `{"question_id": 81, "turns": ["a", "b"]}` + "\n" + `{"turns": ["c"]}`, []string{"a", "c"}, ""},
 		{"MT-Bench-101", `{"history": [{"user": "u", "bot": "v"}, {"user": "w", "bot": "x"}]}` + "\n\n", []string{"u"}, ""},
 		{"blank lines", "\n  \n" + `{"turns": ["a"]}` + "\r\n", []string{"a"}, ""},
-		{"broken", `{"turns": ["a"]}` + "\n\n" + `{"turns": ["a"`, nil, "file: line 3: not a JSON object of MT-Bench: unexpected end of JSON input"},
+		{"broken", `{"turns": ["a"]}` + "\n\n" + `{"turns": ["a"`, nil, "file: line 3: not a JSON object of MT-Bench: it is not JSON: it ends too early"},
 		{"an array", `["a"]`, nil, "file: line 1: not a JSON object"},
 		{"other keys", `{"prompt": "a"}`, nil, `file: line 1: it has neither "turns"`},
 		{"no turns", `{"turns": []}`, nil, `file: line 1: its "turns" is empty`},

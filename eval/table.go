@@ -249,6 +249,15 @@ func (r *Result) values() []string {
 // ReadResults reads what a sweep or a single measurement wrote as JSON: an array, or
 // one object. Errors wrap ErrInput.
 func ReadResults(data []byte, name string) ([]Result, error) {
+	many, err := parseResults(data)
+	if err != nil {
+		return nil, Inputf("%s has no results of bench sweep --json or bench throughput --json: %w", name, err)
+	}
+	return many, nil
+}
+
+// parseResults is ReadResults, whose errors do not say what the data should be.
+func parseResults(data []byte) ([]Result, error) {
 	var many []Result
 	if err := json.Unmarshal(data, &many); err != nil {
 		var one Result
@@ -256,13 +265,13 @@ func ReadResults(data []byte, name string) ([]Result, error) {
 			if bytes.HasPrefix(bytes.TrimSpace(data), []byte("{")) {
 				err = e
 			}
-			return nil, Inputf("%s has no results of bench sweep or bench throughput: %w", name, err)
+			return nil, JSONError(data, err)
 		}
 		many = []Result{one}
 	}
 	for i := range many {
 		if many[i].Tier == configs.AnyTier || many[i].Requests == 0 {
-			return nil, Inputf("%s: entry %d is not a result of bench sweep or bench throughput", name, i+1)
+			return nil, fmt.Errorf("entry %d is not one", i+1)
 		}
 	}
 	return many, nil

@@ -68,10 +68,10 @@ var expertSizes = []struct {
 func ReadTransferResult(data []byte, name string) (*TransferResult, error) {
 	r := &TransferResult{}
 	if err := json.Unmarshal(data, r); err != nil {
-		return nil, Inputf("%s has no result of bench transfer: %w", name, err)
+		return nil, Inputf("%s has no result of bench transfer --json: %w", name, JSONError(data, err))
 	}
 	if len(r.Points) == 0 {
-		return nil, Inputf("%s has no copies: it must be the JSON of bench transfer", name)
+		return nil, Inputf("%s has no copies: give a result of bench transfer --json", name)
 	}
 	return r, nil
 }

@@ -45,7 +45,7 @@ func TestCurve(t *testing.T) {
 // What a hardware file has of compute is checked, by key.
 func TestComputeRefuses(t *testing.T) {
 	for given, want := range map[string]string{
-		`{"base": "h200", "compute": {"dense": 5}}`:                        `compute: json: unknown field "dense"`,
+		`{"base": "h200", "compute": {"dense": 5}}`:                        `compute: unknown field "dense"`,
 		`{"base": "h200", "compute": {"expert_s": [[2, 1], [1, 1]]}}`:      "expert_s has points that do not ascend",
 		`{"base": "h200", "compute": {"expert_s": [[1, -1]]}}`:             "expert_s has a negative or infinite number",
 		`{"base": "h200", "compute": {}}`:                                  "decode.step_s has 0 points and 0 values",

@@ -161,7 +161,7 @@ func ParseHardware(data []byte) (Hardware, error) {
 	var given map[string]json.RawMessage
 	d := json.NewDecoder(bytes.NewReader(data))
 	if err := d.Decode(&given); err != nil {
-		return Hardware{}, fmt.Errorf("planner: read hardware: %w", err)
+		return Hardware{}, fmt.Errorf("planner: read hardware: %w", JSONError(data, err))
 	}
 	if given == nil {
 		return Hardware{}, errors.New("planner: read hardware: null is not a JSON object")
@@ -287,7 +287,7 @@ func readObject[T any](given map[string]json.RawMessage, key string, to **T) err
 	d.DisallowUnknownFields()
 	*to = new(T)
 	if err := d.Decode(*to); err != nil {
-		return fmt.Errorf("planner: read hardware: %s: %w", key, err)
+		return fmt.Errorf("planner: read hardware: %s: %w", key, JSONError(text, err))
 	}
 	return nil
 }

@@ -90,10 +90,13 @@ func TestHardwareValidate(t *testing.T) {
 func TestParseHardwareRefuses(t *testing.T) {
 	data, _ := configs.Hardware("h200")
 	for text, want := range map[string][]string{
-		`{`:                 {"read hardware: unexpected EOF"},
-		`[]`:                {"read hardware: json: cannot unmarshal array"},
-		`null`:              {"read hardware: null is not a JSON object"},
-		string(data) + `{}`: {"data after the JSON object"},
+		``:                              {"read hardware: it is empty"},
+		`{`:                             {"read hardware: it is not JSON: it ends too early"},
+		"name,gpu\nh200,1\n":            {`read hardware: line 1 is not JSON from "name,gpu" on`},
+		"{\n\t\"base\": \"h200\",\n}\n": {`read hardware: line 3 is not JSON from "}" on`},
+		`[]`:                            {"read hardware: json: cannot unmarshal array"},
+		`null`:                          {"read hardware: null is not a JSON object"},
+		string(data) + `{}`:             {"data after the JSON object"},
 		`{"name": "x", "vram": 3, "gpu_memory": 4}`: {
 			`unknown field "gpu_memory" (did you mean gpu_memory_bytes or gpu_memory_bytes_per_s?), "vram": known are name, base, sources, gpu_memory_bytes, `, "peer_copy_",
 		},
@@ -112,7 +115,7 @@ func TestParseHardwareRefuses(t *testing.T) {
 		`{"base": "h200", "gpu_flop_per_s": -1}`:            {`hardware "h200 with changes": gpu_flop_per_s is -1, it must be above 0`},
 		`{"base": "l4", "peer_memory_bytes": 24e9}`:         {"peer_to_gpu_bytes_per_s is 0, it must be above 0 where there is peer memory"},
 		`{"name": "x", "gpu_flop_per_s": null}`:             {"gpu_flop_per_s (flop/s)"},
-		`{"base": "h200", "multipath": {"gpus": 1}}`:        {`read hardware: multipath: json: unknown field "gpus"`},
+		`{"base": "h200", "multipath": {"gpus": 1}}`:        {`read hardware: multipath: unknown field "gpus"`},
 		`{"base": "h200", "multipath": {"gpu": 1, "relays": [0, 2, 1, 2], "gpu_to_host_bytes_per_s": [2, 1]}}`: {
 			"multipath: relays has 1, the GPU that was measured; relays has 2 twice; gpu_to_host_bytes_per_s has 2 rates, it must have one for each of 0 to 4 relays; gpu_to_host_bytes_per_s is [2 1], it must be above 0 and ascending",
 			"chunk_in_bytes is 0, it must be at least 1; chunk_out_bytes", "depth is 0, it must be at least 1",

@@ -49,7 +49,7 @@ func ParsePolicy(data []byte, m Model) (Policy, error) {
 	}
 	var around plan
 	if err := json.Unmarshal(data, &around); err != nil {
-		return Policy{}, fmt.Errorf("planner: read policy: not a JSON object with a policy: %w", err)
+		return Policy{}, fmt.Errorf("planner: read policy: %w", JSONError(data, err))
 	}
 	if around.Policy != nil {
 		data = around.Policy
@@ -62,7 +62,7 @@ func ParsePolicy(data []byte, m Model) (Policy, error) {
 	d := json.NewDecoder(bytes.NewReader(data))
 	d.DisallowUnknownFields()
 	if err := d.Decode(&x); err != nil {
-		return Policy{}, fmt.Errorf("planner: read policy: %w", err)
+		return Policy{}, fmt.Errorf("planner: read policy: %w", JSONError(data, err))
 	}
 	if x.Batch == nil || x.ResidentExperts == nil {
 		return Policy{}, errors.New("planner: read policy: batch and resident_experts are required")

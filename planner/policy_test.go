@@ -28,15 +28,16 @@ func TestPolicyJSON(t *testing.T) {
 func TestPolicyJSONRefuses(t *testing.T) {
 	m := presetModel(t, "mixtral-8x7b")
 	for text, want := range map[string]string{
-		``:             "not a JSON object with a policy: unexpected end",
-		`# Policy`:     "not a JSON object with a policy: invalid character '#'",
+		``:             "read policy: it is empty",
+		`{`:            "read policy: it is not JSON: it ends too early",
+		`# Policy`:     `read policy: it is not JSON from "# Policy" on`,
 		`[1, 2]`:       "cannot unmarshal array into Go value of type planner.plan",
 		`5`:            "cannot unmarshal",
 		`{"batch": 4}`: "batch and resident_experts are required",
-		`{"policy": {"batch": 4, "resident_experts": 1, "fast": true}}`:    `unknown field "fast"`,
+		`{"policy": {"batch": 4, "resident_experts": 1, "fast": true}}`:    `read policy: unknown field "fast"`,
 		`{"batch": 4, "resident_experts": 1, "attention": "tpu"}`:          `"tpu" is none of gpu, cpu`,
 		`{"batch": 4, "resident_experts": 1, "expert_grouping": "expert"}`: `"expert" is none of layer, micro-batch`,
-		`{"batch": 4, "resident_experts": 1} {}`:                           "after top-level value",
+		`{"batch": 4, "resident_experts": 1} {}`:                           `it is not JSON from "{}" on`,
 		`{"batch": "4", "resident_experts": 1}`:                            "batch",
 		`{"batch": 4, "resident_experts": 1, "mikro_batch": 1}`:            `unknown field "mikro_batch"`,
 		`{"batch": 4, "resident_experts": 1, "micro_batch_tokens": 9}`:     "micro_batch_tokens is 9 and batch 4",

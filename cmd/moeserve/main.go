@@ -165,6 +165,14 @@ func oneLine(err error) string {
 	if errors.As(err, &wrong) {
 		err = errors.New(strings.ReplaceAll(err.Error(), wrong.Error(), plainJSON(wrong)))
 	}
+	var syntax *json.SyntaxError
+	if errors.As(err, &syntax) {
+		text := fmt.Sprintf("it is not JSON from byte %d on", syntax.Offset)
+		if syntax.Error() == "unexpected end of JSON input" {
+			text = "it is not JSON: it ends too early"
+		}
+		err = errors.New(strings.ReplaceAll(err.Error(), syntax.Error(), text))
+	}
 	return server.Message(err)
 }
 

@@ -339,7 +339,7 @@ func TestProcess(t *testing.T) {
 		t.Error(err)
 	}
 	for command, want := range map[string]string{
-		"echo hello": "invalid character",
+		"echo hello": `the tenant's answer "hello": it is not JSON`,
 		"exit 3":     "has ended",
 		"echo '{\"error\": \"no PyTorch here\"}'": "no PyTorch here",
 	} {
