@@ -290,9 +290,12 @@ func TestParseErrors(t *testing.T) {
 			t.Errorf("%s with %v: %v\nwant %s", c.kind, c.edit, err, c.want)
 		}
 	}
-	for _, text := range []string{"", "null", "[]", "{", "{} {}", `{"model_type": "mixtral"} x`} {
-		if _, err := ParseConfig([]byte(text), "config.json"); !errors.Is(err, ErrConfig) || strings.Contains(err.Error(), "Go value") {
-			t.Errorf("%q: %v", text, err)
+	for text, want := range map[string]string{
+		"": "it is empty", "null": "null", "[]": "a JSON array", "{": "it ends too early", "hello": "line 1 is not JSON", "{\n\"a\": 1,\n}": "line 3 is not JSON",
+		"{} {}": "something follows the JSON object", `{"model_type": "mixtral"} x`: "something follows the JSON object",
+	} {
+		if _, err := ParseConfig([]byte(text), "config.json"); !errors.Is(err, ErrConfig) || !strings.HasSuffix(err.Error(), want) {
+			t.Errorf("%q: %v, want %s", text, err, want)
 		}
 	}
 }

@@ -260,17 +260,31 @@ type reader struct {
 func newReader(data []byte, source string) *reader {
 	r := &reader{source: source}
 	d := json.NewDecoder(bytes.NewReader(data))
-	var other *json.UnmarshalTypeError
-	if err := d.Decode(&r.fields); errors.As(err, &other) {
-		r.fail("", "not a JSON object: a JSON %s", other.Value)
-	} else if err != nil {
-		r.fail("", "not a JSON object: %v", err)
+	if err := d.Decode(&r.fields); err != nil {
+		r.fail("", "not a JSON object: %s", whyNot(data, err))
 	} else if _, err := d.Token(); !errors.Is(err, io.EOF) {
 		r.fail("", "something follows the JSON object")
 	} else if r.fields == nil {
 		r.fail("", "not a JSON object: null")
 	}
 	return r
+}
+
+// whyNot is why data is no JSON object, in words for whoever wrote the file.
+func whyNot(data []byte, err error) string {
+	var other *json.UnmarshalTypeError
+	var syntax *json.SyntaxError
+	switch {
+	case errors.As(err, &other):
+		return "a JSON " + other.Value
+	case errors.Is(err, io.EOF):
+		return "it is empty"
+	case errors.Is(err, io.ErrUnexpectedEOF):
+		return "it ends too early"
+	case errors.As(err, &syntax) && syntax.Offset > 0:
+		return fmt.Sprintf("line %d is not JSON", 1+bytes.Count(data[:syntax.Offset-1], []byte("\n")))
+	}
+	return err.Error()
 }
 
 func (r *reader) fail(field, format string, args ...any) {
