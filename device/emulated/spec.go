@@ -130,8 +130,8 @@ var specKeys = map[string]specKey{
 //	gpus=3,hbm=8GiB,host=16GiB,pcie=55.3GB/s,nvlink=395GB/s,virtual,seed=1
 //
 // SpecHelp lists all keys. Keys not given have their defaults, so "" is the default
-// machine. Sizes take KB, MB, GB, TB (powers of 1000) and KiB, MiB, GiB, TiB or K, M, G, T
-// (powers of 1024); rates take the same units with /s; flops per second take M, G, T or P.
+// machine. Sizes take KB, MB, GB, TB, PB (powers of 1000) and KiB, MiB, GiB, TiB, PiB or K, M,
+// G, T, P (powers of 1024); rates take the same units with /s; flops per second take M, G, T or P.
 // An error names the key and what is expected.
 func ParseSpec(text string) (Options, error) {
 	s := &spec{gpus: defaultGPUs}
@@ -228,8 +228,8 @@ func specNames() []string {
 
 var byteUnits = map[string]float64{
 	"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15,
-	"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40,
-	"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40,
+	"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "PiB": 1 << 50,
+	"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "P": 1 << 50,
 }
 
 var flopUnits = map[string]float64{"M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
@@ -242,10 +242,14 @@ func parseNumber(v string, units map[string]float64, want string) (float64, erro
 	}
 	n, err := strconv.ParseFloat(v[:i], 64)
 	unit, ok := units[v[i:]]
-	if err == nil && i == len(v) && !ok {
+	switch {
+	case err == nil && i == len(v) && !ok:
 		return 0, fmt.Errorf("the unit is missing: want %s", want)
-	}
-	if err != nil || !ok || n <= 0 || math.IsInf(n*unit, 0) {
+	case err == nil && !ok:
+		return 0, fmt.Errorf("there is no unit %q: want %s", v[i:], want)
+	case errors.Is(err, strconv.ErrRange), math.IsInf(n*unit, 0):
+		return 0, fmt.Errorf("it is too large: want %s", want)
+	case err != nil || n <= 0:
 		return 0, fmt.Errorf("want %s", want)
 	}
 	return n * unit, nil
@@ -257,7 +261,10 @@ func parseBytes(v string, to *int64) error {
 	if err != nil {
 		return err
 	}
-	if n < 1 || n > 1<<60 {
+	if n > 1<<60 {
+		return fmt.Errorf("it is more than 1024PiB: want %s", want)
+	}
+	if n < 1 {
 		return fmt.Errorf("want %s", want)
 	}
 	*to = int64(n)
