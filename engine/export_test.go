@@ -3,6 +3,9 @@ package engine
 // Turn runs one step, if there is anything to do.
 var Turn = (*Engine).runStep
 
+// Asked reports whether a pause was asked for, and neither taken back nor ended since.
+var Asked = (*Engine).asked
+
 // Read takes what waits in a job, and says how much that was.
 func Read(j *Job) int {
 	j.mu.Lock()

@@ -47,11 +47,30 @@ func rest(t *testing.T, j *engine.Job) (tokens []int32, finish engine.FinishReas
 	}
 }
 
+// until waits until something holds, for a minute at most.
+func until(t *testing.T, what string, holds func() bool) {
+	t.Helper()
+	for end := time.Now().Add(time.Minute); !holds(); time.Sleep(100 * time.Microsecond) {
+		if time.Now().After(end) {
+			t.Errorf("never: %s", what)
+			return
+		}
+	}
+}
+
 // TestPause: what each mode does to a running request, and that requests which come during the
 // pause wait for its end; tokens are those of a run without a pause.
 func TestPause(t *testing.T) {
 	for _, tiers := range []bool{false, true} {
-		n, _ := open(t, func(s *configs.Settings) {
+		// Some steps into the long request the engine waits until a pause is asked for, so that it has not ended by then.
+		var n *node.Node
+		var left atomic.Int64 // steps until then
+		l := engine.Listener{StepFinished: func(engine.StepInfo) {
+			if left.Add(-1) == 0 {
+				until(t, "a pause is asked for", func() bool { return engine.Asked(n.Engine()) })
+			}
+		}}
+		n, _ = openWith(t, l, func(s *configs.Settings) {
 			s.KV.MaxModelLen = 256
 			if tiers {
 				s.KV.OffloadingSize = 1.0 / 64
@@ -62,10 +81,12 @@ func TestPause(t *testing.T) {
 		want := alone(t, n, []engine.Request{long, short})
 		run(t, n)
 		for _, mode := range []engine.PauseMode{engine.PauseKeep, engine.PauseWait, engine.PauseAbort} {
+			left.Store(20)
 			j, got := started(t, n, long)
 			if err := n.Engine().Pause(t.Context(), mode); err != nil {
 				t.Fatal(mode, err)
 			}
+			left.Store(0)
 			s := n.Engine().State()
 			if !s.Paused || s.Running != 0 || s.KVUsedBlocks != 0 {
 				t.Errorf("%s, tiers %t: paused with state %+v", mode, tiers, s)
@@ -192,21 +213,36 @@ func TestPauseOfOthers(t *testing.T) {
 // TestPauseEnds: a pause whose context ends, or that is taken back, leaves the engine running; one
 // that is reached ends with the engine, whose waiting requests are aborted.
 func TestPauseEnds(t *testing.T) {
-	n, _ := open(t, nil)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	goOn := make(chan struct{})
+	// However they are scheduled, the request runs at each call of the test.
+	var n *node.Node
+	steps := 0
+	asked := func() bool { return engine.Asked(n.Engine()) }
+	n, _ = openWith(t, engine.Listener{StepFinished: func(engine.StepInfo) {
+		switch steps++; steps {
+		case 10:
+			until(t, "the first pause is asked for", asked)
+		case 20: // in which the engine has tried to pause
+			cancel()
+			until(t, "the first pause is taken back", func() bool { return !asked() })
+			<-goOn
+		case 30:
+			until(t, "the second pause is asked for", asked)
+		}
+	}}, nil)
 	run(t, n)
 	j, _ := started(t, n, engine.Request{Prompt: prompt(1, 8, 100), Params: params(200)})
-	ctx, cancel := context.WithCancel(t.Context())
-	time.AfterFunc(5*time.Millisecond, cancel)
 	if err := n.Engine().Pause(ctx, engine.PauseWait); !errors.Is(err, context.Canceled) {
 		t.Fatalf("a pause whose context ends: %v", err)
 	}
 	before := n.Engine().State().Steps
+	close(goOn)
 	if _, err := j.Next(t.Context()); err != nil || n.Engine().State().Paused {
 		t.Errorf("after a canceled pause: %v, %+v", err, n.Engine().State())
 	}
-	for n.Engine().State().Steps == before {
-		time.Sleep(time.Millisecond)
-	}
+	until(t, "a step after the canceled pause", func() bool { return n.Engine().State().Steps > before })
 	if err := n.Engine().Pause(t.Context(), engine.PauseKeep); err != nil {
 		t.Fatal(err)
 	}

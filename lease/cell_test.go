@@ -8,6 +8,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"go.uber.org/goleak"
 	"pgregory.net/rapid"
@@ -189,8 +190,11 @@ func TestHammer(t *testing.T) {
 		}
 		runtime.Gosched()
 	}
-	for reads.Load() == 0 { // nothing keeps readers from it now
-		runtime.Gosched()
+	for end := time.Now().Add(time.Minute); reads.Load() == 0; runtime.Gosched() { // nothing keeps readers from it now
+		if time.Now().After(end) {
+			t.Error("nobody has read after a minute")
+			break
+		}
 	}
 	stop.Store(true)
 	wg.Wait()

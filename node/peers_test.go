@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -382,6 +383,20 @@ func TestPeersRefuse(t *testing.T) {
 	}
 }
 
+// noticed is a context that calls seen each time that somebody is told that it is done.
+type noticed struct {
+	context.Context
+	seen func()
+}
+
+func (n noticed) Err() error {
+	err := n.Context.Err()
+	if err != nil {
+		n.seen()
+	}
+	return err
+}
+
 // TestFillCanceled: waiting for the promotion of all experts to peers can be canceled.
 func TestFillCanceled(t *testing.T) {
 	s := configs.Defaults()
@@ -389,7 +404,9 @@ func TestFillCanceled(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	var stall *emulated.Fault
-	n, err := node.Open(ctx, node.Options{Settings: s, OpenMachine: func() (device.Machine, error) {
+	// The copy ends some time after the wait has, however late that is: the node's end waits for it.
+	release := sync.OnceFunc(func() { time.AfterFunc(80*time.Millisecond, func() { stall.Release() }) })
+	n, err := node.Open(noticed{ctx, release}, node.Options{Settings: s, OpenMachine: func() (device.Machine, error) {
 		m, err := emulated.New(emulated.Options{})
 		if err == nil {
 			stall = m.Inject(&emulated.Fault{
@@ -398,10 +415,7 @@ func TestFillCanceled(t *testing.T) {
 					if p.To != device.HBM(1) {
 						return false
 					}
-					time.AfterFunc(20*time.Millisecond, func() {
-						cancel()
-						time.AfterFunc(80*time.Millisecond, func() { stall.Release() })
-					})
+					time.AfterFunc(20*time.Millisecond, cancel)
 					return true
 				},
 			})

@@ -245,7 +245,14 @@ func TestWakeRelayGoes(t *testing.T) {
 			t.Parallel()
 			o := four(emulated.Eager, 0)
 			o.Virtual = false
-			n, m := openSleeper(t, o, nil, func(s *configs.Settings) {
+			// While it is set steps take 50 ms at least, the long request 6 s, so that it does not end before the sleep.
+			var slow atomic.Bool
+			l := engine.Listener{StepFinished: func(engine.StepInfo) {
+				if slow.Load() {
+					time.Sleep(50 * time.Millisecond)
+				}
+			}}
+			n, m := openListened(t, o, nil, l, func(s *configs.Settings) {
 				overRelays(t, s)
 				s.KV.TransferConfig = `{"kv_connector_extra_config": {"load_policy": "always", "num_cpu_blocks": 64}}`
 			})
@@ -256,6 +263,7 @@ func TestWakeRelayGoes(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
+			slow.Store(true)
 			running, cancel := context.WithCancel(t.Context())
 			ran := make(chan error, 1)
 			go func() { ran <- n.Engine().Run(running) }()
@@ -270,6 +278,7 @@ func TestWakeRelayGoes(t *testing.T) {
 			if _, err := n.Sleep(t.Context(), sleeping.Copy, engine.PauseKeep); err != nil {
 				t.Fatal(err)
 			}
+			slow.Store(false)
 			if n.Engine().State().Running+n.Engine().State().Waiting == 0 {
 				t.Error("the request did not wait for the wake")
 			}
@@ -365,13 +374,19 @@ func sum(bytes map[device.Space]int64) (all int64) {
 // openSleeper opens a node on a machine that the test has a hold of.
 func openSleeper(t *testing.T, o emulated.Options, share *devices.Shared, change func(*configs.Settings)) (*node.Node, *emulated.Machine) {
 	t.Helper()
+	return openListened(t, o, share, engine.Listener{}, change)
+}
+
+// openListened is openSleeper with a listener.
+func openListened(t *testing.T, o emulated.Options, share *devices.Shared, l engine.Listener, change func(*configs.Settings)) (*node.Node, *emulated.Machine) {
+	t.Helper()
 	s := configs.Defaults()
 	s.Offload.Fraction = 0.5
 	if change != nil {
 		change(&s)
 	}
 	var m *emulated.Machine
-	n, err := node.Open(t.Context(), node.Options{Settings: s, Share: share, OpenMachine: func() (device.Machine, error) {
+	n, err := node.Open(t.Context(), node.Options{Settings: s, Share: share, Listener: l, OpenMachine: func() (device.Machine, error) {
 		x, err := emulated.New(o)
 		m = x
 		return x, err

@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -45,16 +46,22 @@ func lacksMemory(err error) error {
 
 func (s nap) Level() int { return int(s.h.node.Sleeping().Level) }
 
-// startSleeper starts a server that can sleep, on devices of its own.
-func startSleeper(t *testing.T, o emulated.Options) (*harness, *emulated.Machine) {
+// startSleeper starts a server that can sleep, on devices of its own. While slow is set, where it is given, steps take
+// 50 ms at least, so that requests do not end before a test has done what it does meanwhile.
+func startSleeper(t *testing.T, o emulated.Options, slow *atomic.Bool) (*harness, *emulated.Machine) {
 	t.Helper()
 	settings := configs.Defaults()
 	settings.Offload.Fraction = 0.5
 	var m *emulated.Machine
 	s := &nap{}
+	l := engine.Listener{StepFinished: func(engine.StepInfo) {
+		if slow != nil && slow.Load() {
+			time.Sleep(50 * time.Millisecond)
+		}
+	}}
 	h := start(t, options{
 		server: server.Options{Admin: true},
-		node: node.Options{Settings: settings, OpenMachine: func() (_ device.Machine, err error) {
+		node: node.Options{Settings: settings, Listener: l, OpenMachine: func() (_ device.Machine, err error) {
 			m, err = emulated.New(o)
 			return m, err
 		}},
@@ -64,12 +71,22 @@ func startSleeper(t *testing.T, o emulated.Options) (*harness, *emulated.Machine
 	return h, m
 }
 
+// until waits until something holds of the engine's state, for a minute at most.
+func (h *harness) until(what string, holds func(engine.State) bool) {
+	h.t.Helper()
+	for end := time.Now().Add(time.Minute); !holds(h.State()); time.Sleep(100 * time.Microsecond) {
+		if time.Now().After(end) {
+			h.t.Fatalf("never: %s; the engine: %+v", what, h.State())
+		}
+	}
+}
+
 func (h *harness) sleeps() string { return h.send(http.MethodGet, "/is_sleeping", "").body }
 
 // TestSleep: sleep and wake over HTTP: what health, metrics and requests say meanwhile, and that
 // answers are the same afterwards.
 func TestSleep(t *testing.T) {
-	h, _ := startSleeper(t, emulated.Options{})
+	h, _ := startSleeper(t, emulated.Options{}, nil)
 	body := completionBody(`"sort: t h m o e e ="`, `, "temperature": 0`)
 	want := decode[reply](t, h.post(completionsPath, body)).Choices[0].Text
 	if got := h.sleeps(); strings.TrimSpace(got) != `{"is_sleeping":false}` {
@@ -105,9 +122,7 @@ func TestSleep(t *testing.T) {
 		}
 		answer := make(chan string, 1)
 		go func() { answer <- decode[reply](t, h.post(completionsPath, body)).Choices[0].Text }()
-		for h.node.Engine().State().Waiting == 0 {
-			time.Sleep(time.Millisecond)
-		}
+		h.until("a request waits", func(s engine.State) bool { return s.Waiting > 0 })
 		if a := h.send(http.MethodPost, "/wake_up?tags=kv_cache", ""); a.status != http.StatusOK {
 			t.Errorf("wake of the KV cache: %d %s", a.status, a.body)
 		}
@@ -128,18 +143,19 @@ func TestSleep(t *testing.T) {
 // TestSleepAborts: a request that runs when its model is put to sleep ends with an error that says
 // so, and one with mode keep goes on.
 func TestSleepAborts(t *testing.T) {
-	h, _ := startSleeper(t, emulated.Options{})
+	var slow atomic.Bool
+	h, _ := startSleeper(t, emulated.Options{}, &slow)
 	body := completionBody(`"1+2="`, `, "ignore_eos": true, "max_tokens": 200, "temperature": 0`)
 	want := decode[reply](t, h.post(completionsPath, body)).Choices[0].Text
 	for _, mode := range []string{"", "?mode=keep"} {
+		slow.Store(true) // the request takes 10 s
 		ended := make(chan answer, 1)
 		go func() { ended <- h.send(http.MethodPost, completionsPath, body) }()
-		for h.node.Engine().State().Running == 0 {
-			time.Sleep(100 * time.Microsecond)
-		}
+		h.until("a request runs", func(s engine.State) bool { return s.Running > 0 })
 		if a := h.send(http.MethodPost, "/sleep"+mode, ""); a.status != http.StatusOK {
 			t.Fatalf("sleep: %d %s", a.status, a.body)
 		}
+		slow.Store(false)
 		if a := h.send(http.MethodPost, "/wake_up", ""); a.status != http.StatusOK {
 			t.Fatalf("wake: %d %s", a.status, a.body)
 		}
@@ -159,7 +175,7 @@ func TestSleepAborts(t *testing.T) {
 // TestSleepErrors: bad parameters, a host without memory for the weights, and others that have the
 // GPU's memory at the wake, after which it can be tried again.
 func TestSleepErrors(t *testing.T) {
-	h, m := startSleeper(t, emulated.Options{GPUs: slices.Repeat([]emulated.GPU{{MemoryBytes: 256 << 20}}, 2), Host: emulated.GPU{MemoryBytes: 64 << 20}})
+	h, m := startSleeper(t, emulated.Options{GPUs: slices.Repeat([]emulated.GPU{{MemoryBytes: 256 << 20}}, 2), Host: emulated.GPU{MemoryBytes: 64 << 20}}, nil)
 	for path, param := range map[string]string{
 		"/sleep?level=3": "level", "/sleep?level=": "level", "/sleep?level=1&level=2": "level", "/sleep?mode=nap": "mode", "/sleep?tags=weights": "tags",
 		"/wake_up?tags=all": "tags", "/wake_up?level=1": "level",

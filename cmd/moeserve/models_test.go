@@ -114,8 +114,10 @@ func TestServeEndsAsleep(t *testing.T) {
 	go func() {
 		answer <- p.post(t, "/v1/completions", `{"prompt": "1+2="}`).StatusCode
 	}()
-	for !strings.Contains(p.get(t, "/metrics"), `vllm:num_requests_waiting{engine="0",model_name="built-in"} 1`) {
-		time.Sleep(time.Millisecond)
+	for end := time.Now().Add(time.Minute); !strings.Contains(p.get(t, "/metrics"), `vllm:num_requests_waiting{engine="0",model_name="built-in"} 1`); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatal("no request waits for the wake after a minute")
+		}
 	}
 	began := time.Now()
 	p.end(t)

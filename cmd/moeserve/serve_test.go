@@ -339,7 +339,7 @@ func testSecondSignal(t *testing.T, sig syscall.Signal) {
 		case <-time.After(50 * time.Millisecond):
 		}
 	}
-	if d := time.Since(start); d > 10*time.Second {
+	if d := time.Since(start); d > time.Minute {
 		t.Errorf("took %v to end", d)
 	}
 }

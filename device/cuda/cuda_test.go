@@ -1215,7 +1215,7 @@ func TestStreamsBegunAtOnce(t *testing.T) {
 		}
 		close(begin)
 		all.Wait()
-		ctx, stop := context.WithTimeout(r.ctx, 2*time.Second)
+		ctx, stop := context.WithTimeout(r.ctx, 20*time.Second)
 		err := turn.Wait(ctx, turns)
 		stop()
 		if err != nil {
@@ -1287,7 +1287,7 @@ func TestStreamsBeginApart(t *testing.T) {
 			both.Wait()
 			r.ok(waits.WaitFence(f, 1))
 			r.ok(signals.SignalFence(f, 1))
-			ctx, stop := context.WithTimeout(r.ctx, time.Second)
+			ctx, stop := context.WithTimeout(r.ctx, 20*time.Second)
 			if err := f.Wait(ctx, 1); err != nil {
 				t.Errorf("%s: a signal stands behind another stream's wait: %v", name, err)
 				r.ok(f.Signal(1))

@@ -45,7 +45,7 @@ func TestAmbiguous(t *testing.T) {
 	if bits := m.Mask(); slices.ContainsFunc(bits, func(w uint32) bool { return w != 0 }) {
 		t.Error("the mask is not empty")
 	}
-	if d := time.Since(began); d > 20*time.Second { // minutes without a limit
+	if d := time.Since(began); d > time.Minute { // minutes without a limit
 		t.Errorf("a mask took %v", d)
 	}
 	if !errors.Is(g.Err(), ErrAmbiguous) || g.Err().Error() != ErrAmbiguous.Error() {

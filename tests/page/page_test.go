@@ -485,7 +485,33 @@ func testTimeline(t *testing.T, ctx context.Context, n node) {
 		}
 	}
 	all := map[int64]step{}
-	follow, stop := context.WithTimeout(ctx, 4*time.Second)
+	var rows [][]string // of the table
+	var drawn int       // steps of the chart at that moment
+	look := func() {
+		rows = value[[][]string](t, ctx, `[...document.querySelectorAll("#timeline-table tbody tr")].map(r => [...r.cells].map(c => c.textContent)).concat([[String(document.querySelectorAll("#timeline g").length)]])`)
+		last := len(rows) - 1
+		var err error
+		if drawn, err = strconv.Atoi(rows[last][0]); err != nil {
+			t.Fatal(err)
+		}
+		rows = rows[:last]
+	}
+	stepOf := func(row []string) int64 {
+		n, err := strconv.ParseInt(strings.ReplaceAll(row[0], ",", ""), 10, 64)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}
+	both := func() (n int) {
+		for _, row := range rows {
+			if _, ok := all[stepOf(row)]; ok {
+				n++
+			}
+		}
+		return n
+	}
+	follow, stop := context.WithTimeout(ctx, 30*time.Second)
 	defer stop()
 	q, err := http.NewRequestWithContext(follow, http.MethodGet, n.admin+"/debug/events", nil)
 	if err != nil {
@@ -497,22 +523,24 @@ func testTimeline(t *testing.T, ctx context.Context, n node) {
 	}
 	defer r.Body.Close()
 	lines := bufio.NewScanner(r.Body)
-	for lines.Buffer(nil, 1<<20); lines.Scan(); {
+	looked := time.Now()
+	// Until the table has two steps that the stream has had, too: 16 of each second have a timeline.
+	for lines.Buffer(nil, 1<<20); both() < 2 && lines.Scan(); {
 		var s step
 		if data, ok := strings.CutPrefix(lines.Text(), "data: "); ok && json.Unmarshal([]byte(data), &s) == nil && s.Timeline != nil {
 			all[s.Step] = s
 		}
+		if time.Since(looked) > 200*time.Millisecond {
+			look()
+			looked = time.Now()
+		}
 	}
-	rows := value[[][]string](t, ctx, `[...document.querySelectorAll("#timeline-table tbody tr")].map(r => [...r.cells].map(c => c.textContent))`)
-	if len(rows) < 2 || len(rows) > 16 || value[int](t, ctx, `document.querySelectorAll("#timeline g").length`) != len(rows) {
-		t.Errorf("the table has %d steps", len(rows))
+	if len(rows) < 2 || len(rows) > 16 || drawn != len(rows) {
+		t.Errorf("the table has %d steps, and the chart %d", len(rows), drawn)
 	}
 	compared := 0
 	for _, row := range rows {
-		number, err := strconv.ParseInt(strings.ReplaceAll(row[0], ",", ""), 10, 64)
-		if err != nil {
-			t.Fatal(err)
-		}
+		number := stepOf(row)
 		s, ok := all[number]
 		if !ok {
 			continue

@@ -224,8 +224,9 @@ func TestLossOnGPUs(t *testing.T) {
 // TestLossShared: of most faults of a GPU CUDA tells all contexts of the process. A program whose copy was not completed
 // then gets the error, and never goes on with wrong bytes.
 func TestLossShared(t *testing.T) {
+	r := build(t)
 	start := time.Now()
-	if said := build(t).run(t, []string{"STANDIN_SHARED=1"}, "loss-shared"); !strings.Contains(said, "GPU 1 is lost") {
+	if said := r.run(t, []string{"STANDIN_SHARED=1"}, "loss-shared"); !strings.Contains(said, "GPU 1 is lost") {
 		t.Error(said)
 	}
 	if took := time.Since(start); took > 8*time.Second {
