@@ -115,8 +115,6 @@ func TestDoneBehindRefusedChunkOfConsumer(t *testing.T) {
 		})
 		q := r.down(dst, src, transfer.Demand)
 		q.DoneInOrder = true
-		release := r.engine.Hold
-		_ = release
 		ticket := r.submit(q)
 		// The host waits for Done as a consumer does.
 		err := q.Done.Wait(t.Context())
@@ -163,7 +161,7 @@ func TestDoneOfThree(t *testing.T) {
 		if err := errors.Join(t1.Wait(t.Context()), t2.Wait(t.Context())); err != nil {
 			t.Error(err)
 		}
-		ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		defer cancel()
 		if err := q.Done.Wait(ctx); !errors.Is(err, transfer.ErrCanceled) {
 			t.Errorf("Done of the canceled copy: %v", err)
@@ -204,6 +202,7 @@ func TestDoneBehindRefusedRelay(t *testing.T) {
 		if left > 0 {
 			t.Fatal("nothing was refused")
 		}
+		// Time in which Done could be signaled too early, which the consumer's copy would show.
 		if o.Virtual {
 			for range 300 {
 				_ = r.m.Yield(t.Context(), 0)
@@ -213,8 +212,9 @@ func TestDoneBehindRefusedRelay(t *testing.T) {
 			_ = q.Done.Wait(ctx)
 			cancel()
 		}
-		done, err := q.Done.Ended()
-		t.Logf("Done: %v %v; the ticket has ended: %v, %d of %d bytes", done, err, ticket.Ended(), ticket.Landed(), n)
+		if done, err := q.Done.Ended(); err != nil {
+			t.Errorf("Done has ended, %t, with %v", done, err)
+		}
 		stall.Release()
 		r.wait(ticket)
 		r.wait(tb)

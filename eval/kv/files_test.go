@@ -84,16 +84,21 @@ func TestReloadFilesRaw(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	raw := 0
 	for _, p := range points {
 		f := p.File
 		if f == nil {
 			continue
 		}
+		raw++
 		if f.RawThreads != offload.FileReaders || f.RawBytesPerSecond <= 0 || f.CachedRawBytesPerSecond <= 0 || f.RawBytesPerSecond+f.CachedRawBytesPerSecond > 1e12 ||
 			math.Abs(f.RawFraction*f.RawBytesPerSecond/f.QueuedBytesPerSecond-1) > 1e-9 ||
 			math.Abs(f.CachedRawFraction*f.CachedRawBytesPerSecond/f.CachedQueuedBytesPerSecond-1) > 1e-9 {
 			t.Errorf("%d entries of %d bytes: %+v", p.Entries, p.EntryBytes, f)
 		}
+	}
+	if raw == 0 {
+		t.Errorf("none of %d points is of files", len(points))
 	}
 	for s, want := range o.Needs() {
 		if u, err := o.Machine.Usage(s); err != nil || u.Peak != want {
