@@ -89,8 +89,9 @@ type instructions struct {
 	// widen converts that many vectors of weights at src to float32; results are step bytes
 	// apart.
 	widenF32, widenBF16, widenF16 func(dst *float32, step int, src uintptr, vectors int)
-	// tiles adds to sums the products of rows of x with consecutive tiles of one unit, and
-	// addTiles adds sums up: see tileParts.
+	// tiles adds to sums, of which each has lanes parts, the products of rows of x with consecutive
+	// tiles of one unit. addTiles adds up the parts of each, adds that to to, and clears the parts: see
+	// tiledLoop.sums.
 	tilesBF16, tilesF16 func(sums, x *float32, stride int, w uintptr, rows, blocks, steps int)
 	addTiles            func(to, sums *float32, n int)
 	// weightedSum adds to out the sum of p[j] times the row at address rows[j], in
