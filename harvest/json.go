@@ -39,6 +39,8 @@ type peerJSON struct {
 type slabJSON struct {
 	ID    uint64 `json:"id"`
 	Bytes int64  `json:"bytes"`
+	// Client is empty where the slab is shared.
+	Client string `json:"client,omitempty"`
 	// Draining is the reason it is released for, empty while it is in service.
 	Draining string         `json:"draining,omitempty"`
 	Segments []SegmentUsage `json:"segments"`
@@ -64,7 +66,7 @@ func (p PeerUsage) json() peerJSON {
 		j.Health = p.Health.Error()
 	}
 	for _, s := range p.Slabs {
-		slab := slabJSON{ID: s.ID, Bytes: s.Bytes, Segments: s.Segments}
+		slab := slabJSON{ID: s.ID, Bytes: s.Bytes, Client: s.Client, Segments: s.Segments}
 		if s.Draining {
 			slab.Draining = s.Reason.String()
 		}

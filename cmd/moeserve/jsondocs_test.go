@@ -477,6 +477,7 @@ var fieldDocs = map[string]string{
 	"slabs":                     "slabs that are borrowed",
 	"id":                        "number of the slab",
 	"slabJSON.bytes":            "size of the slab",
+	"slabJSON.client":           "part of moeserve that the slab is reserved for; absent where several share it",
 	"segments":                  "allocations in the slab, by offset",
 	"offset":                    "place in the slab, in bytes",
 	"SegmentUsage.bytes":        "size of the allocation",
