@@ -43,8 +43,6 @@ type Link struct {
 	Name string
 	// BytesPerSecond is the total bandwidth of all users; 0: unlimited.
 	BytesPerSecond float64
-	// Latency of one copy over it.
-	Latency time.Duration
 }
 
 // Path is the route of a copy from one space to another.

@@ -193,8 +193,6 @@ type StepInfo struct {
 	Tokens, Sequences, Sampled int
 	// Duration by the wall clock, failed attempts included.
 	Duration time.Duration
-	// Tries is the number of attempts: more than 1 where copies failed.
-	Tries int
 	// Mix is what was computed, by which predictions are made.
 	Mix scheduler.Mix
 }
@@ -860,7 +858,7 @@ func (e *Engine) step(ctx context.Context, chunks []scheduler.Chunk) error {
 	e.state.Failing = nil
 	e.mu.Unlock()
 	if e.o.Listener.StepFinished != nil {
-		e.o.Listener.StepFinished(StepInfo{Tokens: tokens, Sequences: len(e.batch.sequences), Sampled: len(res.Sampled), Duration: e.ended.Sub(start), Tries: tries, Mix: e.batch.mix()})
+		e.o.Listener.StepFinished(StepInfo{Tokens: tokens, Sequences: len(e.batch.sequences), Sampled: len(res.Sampled), Duration: e.ended.Sub(start), Mix: e.batch.mix()})
 	}
 	e.appendSampled(&res, e.o.Now())
 	return nil

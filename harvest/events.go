@@ -50,10 +50,6 @@ func (r Reason) MarshalText() ([]byte, error) { return []byte(r.String()), nil }
 type Revocation struct {
 	Handle *Handle
 	Reason Reason
-	// Cause is the peer's error if it is unhealthy.
-	Cause error
-	// For is the client that the memory is displaced for; empty: none.
-	For string
 }
 
 // EventListener receives what happens, in order. Any func may be nil. Funcs are called
@@ -149,7 +145,7 @@ type RevokeInfo struct {
 type Hold struct {
 	Owner    string
 	Duration time.Duration
-	// PendingPendingWork: the reference was released at a fence value that is not
+	// PendingWork: the reference was released at a fence value that is not
 	// reached.
 	PendingWork bool
 }

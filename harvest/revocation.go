@@ -417,7 +417,7 @@ func (c *controller) endHandle(h *Handle, now time.Duration, failed error) {
 		c.emit(RevokeInfo{Handle: h, Reason: l.reason, Drain: now - l.began, Failed: failed})
 		if f != nil {
 			l.callbacksRunning++
-			c.emit(runCallback{h, f, Revocation{Handle: h, Reason: l.reason, Cause: l.cause, For: l.beneficiary}})
+			c.emit(runCallback{h, f, Revocation{Handle: h, Reason: l.reason}})
 		}
 	}
 }

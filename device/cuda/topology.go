@@ -190,7 +190,7 @@ func (f *facts) info() device.Info {
 func layout(host device.Info, gpus []facts, reach [][]bool) *device.Topology {
 	t := &device.Topology{Host: host, Paths: map[device.Pair]device.Path{}}
 	link := func(name string, rate float64) int {
-		t.Links = append(t.Links, device.Link{Name: name, BytesPerSecond: rate, Latency: copyLatency})
+		t.Links = append(t.Links, device.Link{Name: name, BytesPerSecond: rate})
 		return len(t.Links) - 1
 	}
 	route := func(from, to device.Space, links ...int) {

@@ -308,8 +308,8 @@ func (o *Options) topology() *device.Topology {
 		}
 	}
 	t := &device.Topology{Host: info(o.Host, ""), Paths: map[device.Pair]device.Path{}}
-	link := func(name string, rate float64, latency time.Duration) int {
-		t.Links = append(t.Links, device.Link{Name: name, BytesPerSecond: rate, Latency: latency})
+	link := func(name string, rate float64) int {
+		t.Links = append(t.Links, device.Link{Name: name, BytesPerSecond: rate})
 		return len(t.Links) - 1
 	}
 	path := func(from, to device.Space, latency time.Duration, links ...int) {
@@ -326,25 +326,25 @@ func (o *Options) topology() *device.Topology {
 		name := device.HBM(i).String()
 		h, p := o.HostLink, o.PeerLink
 		gpu = append(gpu, ports{
-			fromHost: link("host to "+name, h.BytesPerSecond, h.Latency), toHost: link(name+" to host", h.BytesPerSecond, h.Latency),
-			fromPeers: link("peers to "+name, p.BytesPerSecond, p.Latency), toPeers: link(name+" to peers", p.BytesPerSecond, p.Latency),
+			fromHost: link("host to "+name, h.BytesPerSecond), toHost: link(name+" to host", h.BytesPerSecond),
+			fromPeers: link("peers to "+name, p.BytesPerSecond), toPeers: link(name+" to peers", p.BytesPerSecond),
 		})
 	}
 	down, up := make([][]int, len(gpu)), make([][]int, len(gpu))
 	for i, r := range o.HostRoots {
-		d := link(fmt.Sprintf("host root %d down", i), r.BytesPerSecond, 0)
-		u := link(fmt.Sprintf("host root %d up", i), r.BytesPerSecond, 0)
+		d := link(fmt.Sprintf("host root %d down", i), r.BytesPerSecond)
+		u := link(fmt.Sprintf("host root %d up", i), r.BytesPerSecond)
 		for _, g := range r.GPUs {
 			down[g], up[g] = []int{d}, []int{u}
 		}
 	}
 	// A copy within one memory both reads and writes it, so it runs at half the memory's
 	// rate.
-	path(device.Host, device.Host, 0, link("host memory", o.Host.BytesPerSecond/2, 0))
+	path(device.Host, device.Host, 0, link("host memory", o.Host.BytesPerSecond/2))
 	for i, a := range gpu {
 		path(device.Host, device.HBM(i), o.HostLink.Latency, append(down[i], a.fromHost)...)
 		path(device.HBM(i), device.Host, o.HostLink.Latency, append(up[i], a.toHost)...)
-		path(device.HBM(i), device.HBM(i), 0, link(device.HBM(i).String()+" memory", o.GPUs[i].BytesPerSecond/2, 0))
+		path(device.HBM(i), device.HBM(i), 0, link(device.HBM(i).String()+" memory", o.GPUs[i].BytesPerSecond/2))
 		for j, b := range gpu {
 			if i != j {
 				path(device.HBM(i), device.HBM(j), o.PeerLink.Latency, a.toPeers, b.fromPeers)

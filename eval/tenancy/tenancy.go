@@ -22,7 +22,6 @@ type Memory struct {
 
 // Release is a slab of borrowed memory that was released because others need it.
 type Release struct {
-	Bytes int64
 	// Took is from the start of its revocation to the end; Missed: that is beyond the deadline.
 	Took   time.Duration
 	Missed bool

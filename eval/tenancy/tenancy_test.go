@@ -120,7 +120,7 @@ func (m *machine) Decode(_ context.Context, from, to int) error {
 		if lacks := m.want + m.borrowed + 10 - 100; lacks > 0 && m.borrowed > 0 && release {
 			take := min(lacks, m.borrowed)
 			m.borrowed -= take
-			m.released = append(m.released, tenancy.Release{Bytes: take, Took: 50 * time.Millisecond})
+			m.released = append(m.released, tenancy.Release{Took: 50 * time.Millisecond})
 		}
 		m.pass(rest)
 		m.waits++

@@ -33,7 +33,7 @@ func OpenBorrower(o node.Options, hardware *planner.Hardware, open func(node.Opt
 		b.mu.Lock()
 		defer b.mu.Unlock()
 		if e.Event == observe.HarvestRevocationEnded && e.Device == b.peer {
-			b.released = append(b.released, tenancy.Release{Bytes: e.Bytes, Took: e.Took, Missed: e.DeadlineMissed})
+			b.released = append(b.released, tenancy.Release{Took: e.Took, Missed: e.DeadlineMissed})
 		}
 	}
 	times, err := o.Settings.Harvest.ParseTimes()

@@ -146,8 +146,6 @@ type Reading struct {
 	// MIG instances.
 	ComputeLoad, MemoryLoad *int
 	Health                  Health
-	// Processes that have a context on the device; nil where unknown.
-	Processes *int
 }
 
 // Memory of a device, in bytes. Used is the memory of all processes. It excludes Reserved,
@@ -156,14 +154,12 @@ type Memory struct{ Total, Used, Free, Reserved int64 }
 
 // Health of a device. Nil is unknown.
 type Health struct {
-	// Both count errors since the driver was loaded. Any uncorrected error is a reason to
-	// stop using the device.
-	CorrectedECC, UncorrectedECC *int64
+	// UncorrectedECC counts errors since the driver was loaded. Any is a reason to stop using
+	// the device.
+	UncorrectedECC *int64
 	// RowRemapPending reports that the next reset will remap failed rows, RowRemapFailed
 	// that no spare rows are left.
 	RowRemapPending, RowRemapFailed *bool
-	// TemperatureC of the chip, in degrees Celsius.
-	TemperatureC *int
 }
 
 // Problem describes why the device should not be used; empty if no problem is known.
@@ -189,9 +185,6 @@ func (d Device) Read() (Reading, error) {
 	if u, c := d.d.GetUtilizationRates(); c == lib.SUCCESS {
 		out.ComputeLoad, out.MemoryLoad = known(int(u.Gpu)), known(int(u.Memory))
 	}
-	if p, c := d.d.GetComputeRunningProcesses(); c == lib.SUCCESS {
-		out.Processes = known(len(p))
-	}
 	out.Health = d.health()
 	return out, nil
 }
@@ -215,9 +208,6 @@ func (d Device) memory(m *Memory) error {
 
 func (d Device) health() Health {
 	var h Health
-	if n, c := d.d.GetTotalEccErrors(lib.MEMORY_ERROR_TYPE_CORRECTED, lib.VOLATILE_ECC); c == lib.SUCCESS {
-		h.CorrectedECC = known(int64(n))
-	}
 	if n, c := d.d.GetTotalEccErrors(lib.MEMORY_ERROR_TYPE_UNCORRECTED, lib.VOLATILE_ECC); c == lib.SUCCESS {
 		h.UncorrectedECC = known(int64(n))
 	}
@@ -225,9 +215,6 @@ func (d Device) health() Health {
 		if _, _, pending, gone, c := d.d.GetRemappedRows(); c == lib.SUCCESS {
 			h.RowRemapPending, h.RowRemapFailed = known(pending), known(gone)
 		}
-	}
-	if t, c := d.d.GetTemperature(lib.TEMPERATURE_GPU); c == lib.SUCCESS {
-		h.TemperatureC = known(int(t))
 	}
 	return h
 }

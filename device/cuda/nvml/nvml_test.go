@@ -22,10 +22,8 @@ func server() *dgxa100.Server {
 	for _, d := range s.Devices {
 		m := &d.(*dgxa100.Device).Device
 		m.GetUtilizationRatesFunc = func() (lib.Utilization, lib.Return) { return lib.Utilization{}, lib.ERROR_NOT_SUPPORTED }
-		m.GetComputeRunningProcessesFunc = func() ([]lib.ProcessInfo, lib.Return) { return nil, lib.ERROR_NO_PERMISSION }
 		m.GetTotalEccErrorsFunc = func(lib.MemoryErrorType, lib.EccCounterType) (uint64, lib.Return) { return 0, lib.ERROR_NOT_SUPPORTED }
 		m.GetRemappedRowsFunc = func() (int, int, bool, bool, lib.Return) { return 0, 0, false, false, lib.ERROR_NOT_SUPPORTED }
-		m.GetTemperatureFunc = func(lib.TemperatureSensors) (uint32, lib.Return) { return 0, lib.ERROR_NOT_SUPPORTED }
 		m.GetMemoryInfo_v2Func = func() (lib.Memory_v2, lib.Return) { return lib.Memory_v2{}, lib.ERROR_NOT_SUPPORTED }
 		m.GetMaxPcieLinkGenerationFunc = func() (int, lib.Return) { return 0, lib.ERROR_NOT_SUPPORTED }
 		m.GetMaxPcieLinkWidthFunc = func() (int, lib.Return) { return 0, lib.ERROR_NOT_SUPPORTED }
@@ -105,7 +103,6 @@ func TestRead(t *testing.T) {
 		return lib.Memory_v2{Total: 100, Used: 30, Free: 60, Reserved: 10}, lib.SUCCESS
 	}
 	m.GetUtilizationRatesFunc = func() (lib.Utilization, lib.Return) { return lib.Utilization{Gpu: 97, Memory: 41}, lib.SUCCESS }
-	m.GetComputeRunningProcessesFunc = func() ([]lib.ProcessInfo, lib.Return) { return make([]lib.ProcessInfo, 2), lib.SUCCESS }
 	m.GetTotalEccErrorsFunc = func(kind lib.MemoryErrorType, over lib.EccCounterType) (uint64, lib.Return) {
 		if over != lib.VOLATILE_ECC {
 			return 0, lib.ERROR_INVALID_ARGUMENT
@@ -113,14 +110,13 @@ func TestRead(t *testing.T) {
 		return 5 - 2*uint64(kind), lib.SUCCESS
 	}
 	m.GetRemappedRowsFunc = func() (int, int, bool, bool, lib.Return) { return 1, 2, true, false, lib.SUCCESS }
-	m.GetTemperatureFunc = func(sensor lib.TemperatureSensors) (uint32, lib.Return) { return 61, lib.SUCCESS }
 	got, err := devices(t, reader(t, s))[0].Read()
 	if err != nil {
 		t.Fatal(err)
 	}
 	want := Reading{
-		Memory: Memory{Total: 100, Used: 30, Free: 60, Reserved: 10}, ComputeLoad: known(97), MemoryLoad: known(41), Processes: known(2),
-		Health: Health{CorrectedECC: known(int64(5)), UncorrectedECC: known(int64(3)), RowRemapPending: known(true), RowRemapFailed: known(false), TemperatureC: known(61)},
+		Memory: Memory{Total: 100, Used: 30, Free: 60, Reserved: 10}, ComputeLoad: known(97), MemoryLoad: known(41),
+		Health: Health{UncorrectedECC: known(int64(3)), RowRemapPending: known(true), RowRemapFailed: known(false)},
 	}
 	if diff := cmp.Diff(got, want); diff != "" {
 		t.Error(diff)
@@ -160,7 +156,7 @@ func TestOlderLibrary(t *testing.T) {
 
 func TestHealthProblems(t *testing.T) {
 	for want, h := range map[string]Health{
-		"":                    {CorrectedECC: known(int64(9)), UncorrectedECC: known(int64(0)), RowRemapPending: known(false)},
+		"":                    {UncorrectedECC: known(int64(0)), RowRemapPending: known(false)},
 		"2 uncorrected":       {UncorrectedECC: known(int64(2))},
 		"needs a reset":       {RowRemapPending: known(true), RowRemapFailed: known(false)},
 		"no spare rows":       {RowRemapPending: known(true), RowRemapFailed: known(true)},

@@ -64,9 +64,6 @@ func Compile(data []byte, o Options) (grammar.Expr, error) {
 	return c.value(all{{root, "#"}})
 }
 
-// Any is any value.
-func Any(o Options) grammar.Expr { return newCompiler(true, o).any() }
-
 // AnyObject is any object.
 func AnyObject(o Options) grammar.Expr {
 	e, err := newCompiler(true, o).object(newShape("#"))

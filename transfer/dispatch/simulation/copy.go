@@ -29,8 +29,6 @@ type Options struct {
 	Yields bool
 	// NoDirectFirst is dispatch.Core.NoDirectFirst.
 	NoDirectFirst bool
-	// PieceBytes, if set, is the size of the pieces of which requests consist.
-	PieceBytes int64
 }
 
 // Default are the options of package transfer, and three buffers, which node gives a relay.
@@ -171,15 +169,8 @@ func (r *run) submit(i int, q Request) {
 	if !r.o.Inbound {
 		d.From, d.To = gpu, device.Host
 	}
-	piece := r.o.PieceBytes
-	if piece == 0 {
-		piece = q.Bytes
-	}
-	for at := int64(0); at < q.Bytes; at += piece {
-		n := min(piece, q.Bytes-at)
-		a := device.Addr(i+1)<<44 + device.Addr(at)
-		d.Add(dispatch.Piece{Src: device.Range{Addr: a, Bytes: n}, Dst: device.Range{Addr: 1<<60 + a, Bytes: n}, Separate: true})
-	}
+	at := device.Addr(i+1) << 44
+	d.Add(dispatch.Piece{Src: device.Range{Addr: at, Bytes: q.Bytes}, Dst: device.Range{Addr: 1<<60 + at, Bytes: q.Bytes}, Separate: true})
 	if err := r.core.Submit(d, nil); err != nil {
 		panic(err)
 	}

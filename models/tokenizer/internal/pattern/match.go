@@ -32,7 +32,6 @@ const (
 	cTextStart
 	cTextEnd
 	cTextEndLine
-	cWordBound
 )
 
 type inst struct {
