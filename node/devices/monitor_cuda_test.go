@@ -81,7 +81,8 @@ func TestGPUMonitor(t *testing.T) {
 	if err := m.Lose(2); err != nil {
 		t.Fatal(err)
 	}
-	if r := read(device.HBM(2)); !errors.Is(r.Health, device.ErrLost) {
-		t.Errorf("one that the machine has lost: %+v", r)
+	w.sample()
+	if r, err := w.Read(device.HBM(2)); !errors.Is(err, device.ErrLost) {
+		t.Errorf("one that the machine has lost: %+v, %v", r, err)
 	}
 }
