@@ -1,8 +1,6 @@
 package eval
 
 import (
-	"bufio"
-	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -29,37 +27,19 @@ func Inputf(format string, args ...any) error { return &inputError{fmt.Errorf(fo
 // JSONError is planner's.
 func JSONError(data []byte, err error) error { return planner.JSONError(data, err) }
 
-// maxLineBytes bounds a line of a prompt file.
-const maxLineBytes = 16 << 20
-
 // ReadPrompts reads the first turn of each question of an MT-Bench file (a line is
 // {"turns": ["…", …]}) or of each conversation of an MT-Bench-101 file (a line is
 // {"history": [{"user": "…"}, …]}). Blank lines are skipped. An error wraps ErrInput
 // and names the line of the file called name.
 func ReadPrompts(r io.Reader, name string) ([]string, error) {
-	lines := bufio.NewScanner(r)
-	lines.Buffer(nil, maxLineBytes)
 	var prompts []string
-	n := 0
-	for lines.Scan() {
-		n++
-		line := bytes.TrimSpace(lines.Bytes())
-		if len(line) == 0 {
-			continue
-		}
+	err := EachLine(r, name, "prompts; give an MT-Bench or MT-Bench-101 file, one JSON object a line", func(_ int, line []byte) error {
 		p, err := firstTurn(line)
-		if err != nil {
-			return nil, Inputf("%s: line %d: %w", name, n, err)
-		}
 		prompts = append(prompts, p)
-	}
-	switch err := lines.Err(); {
-	case errors.Is(err, bufio.ErrTooLong):
-		return nil, Inputf("%s: line %d exceeds the maximum of %d MiB", name, n+1, maxLineBytes>>20)
-	case err != nil:
-		return nil, fmt.Errorf("eval: read prompts: %w", err)
-	case len(prompts) == 0:
-		return nil, Inputf("%s has no prompts; give an MT-Bench or MT-Bench-101 file, one JSON object a line", name)
+		return err
+	})
+	if err != nil {
+		return nil, err
 	}
 	return prompts, nil
 }

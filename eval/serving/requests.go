@@ -1,8 +1,6 @@
 package serving
 
 import (
-	"bufio"
-	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -182,32 +180,7 @@ func ReadCustom(r io.Reader, name string) ([]Request, error) {
 	return requests, err
 }
 
-// maxLineBytes bounds a line of a data set.
-const maxLineBytes = 16 << 20
-
-// eachLine calls f with each line that is not blank.
+// eachLine calls f with each line of a data set that is not blank.
 func eachLine(r io.Reader, name string, f func(n int, line []byte) error) error {
-	lines := bufio.NewScanner(r)
-	lines.Buffer(nil, maxLineBytes)
-	n, some := 0, false
-	for lines.Scan() {
-		n++
-		line := bytes.TrimSpace(lines.Bytes())
-		if len(line) == 0 {
-			continue
-		}
-		some = true
-		if err := f(n, line); err != nil {
-			return eval.Inputf("%s: line %d: %w", name, n, err)
-		}
-	}
-	switch err := lines.Err(); {
-	case errors.Is(err, bufio.ErrTooLong):
-		return eval.Inputf("%s: line %d exceeds the maximum of %d MiB", name, n+1, maxLineBytes>>20)
-	case err != nil:
-		return fmt.Errorf("serving: read %s: %w", name, err)
-	case !some:
-		return eval.Inputf("%s has no requests, one JSON object a line", name)
-	}
-	return nil
+	return eval.EachLine(r, name, "requests, one JSON object a line", f)
 }
