@@ -210,8 +210,7 @@ func errorsOf(list []float64) Errors {
 	if len(list) == 0 {
 		return Errors{}
 	}
-	slices.Sort(list)
-	return Errors{Cells: len(list), Median: list[len(list)/2], Worst: list[len(list)-1]}
+	return Errors{Cells: len(list), Median: Median(list), Worst: slices.Max(list)}
 }
 
 // WritePredictions writes a line for each cell for a person.

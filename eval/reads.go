@@ -121,8 +121,7 @@ func readRate(ctx context.Context, o *TransferOptions, c transfer.BlockCopier, f
 			seconds = append(seconds, took.Seconds())
 		}
 	}
-	slices.Sort(seconds)
-	median := seconds[len(seconds)/2]
+	median := Median(seconds)
 	if median <= 0 {
 		return 0, nil // the devices take no time
 	}

@@ -337,8 +337,7 @@ func (r *rig) point(ctx context.Context, paths []*path, bytes int64) (TransferPo
 			single[i-1] = took
 		}
 	}
-	slices.Sort(single)
-	p.LatencySeconds = single[len(single)/2].Seconds()
+	p.LatencySeconds = Median(single).Seconds()
 	// The faster path has more of them, so that both are busy to the end.
 	counts, slowest := slices.Clone(one), paths[0].rate[bytes]
 	for _, x := range paths {

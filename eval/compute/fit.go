@@ -189,7 +189,6 @@ func fitted(list []unknown, values []float64, equations int) (f Fitted) {
 		}
 		errors[i] = math.Abs(sum - 1)
 	}
-	slices.Sort(errors)
-	f.Median, f.Worst = errors[len(errors)/2], errors[len(errors)-1]
+	f.Median, f.Worst = eval.Median(errors), slices.Max(errors)
 	return f
 }

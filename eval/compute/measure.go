@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 
 	"github.com/moeserve/moeserve/eval"
 	"github.com/moeserve/moeserve/planner"
@@ -157,10 +156,9 @@ func measure(ctx context.Context, n eval.Node, c *Case, s planner.ComputeStep, r
 		s.Used += distinct(before.RoutedTokens, after.RoutedTokens) / counted
 		before = after
 	}
-	slices.Sort(seconds)
 	shape := n.Info().Shape // the case's, with the types of the devices' kernels
 	shape.Name = c.Model.Name
-	return Point{Model: shape, Step: s, Seconds: seconds[len(seconds)/2]}, nil
+	return Point{Model: shape, Step: s, Seconds: eval.Median(seconds)}, nil
 }
 
 // randomPrompts are prompts of one length that differ.

@@ -257,13 +257,13 @@ func point(l Line, requests []Request, long int, out Outcome) (Point, error) {
 		tokens += len(at)
 	}
 	p.Jain, p.OutputThroughput = Jain(rates), float64(tokens)/p.Seconds
-	p.ShortTTFT50, p.ShortTTFT99 = percentile(ttft[long:], 50), percentile(ttft[long:], 99)
-	p.TTFT50, p.TTFT99 = percentile(ttft, 50), percentile(ttft, 99)
+	p.ShortTTFT50, p.ShortTTFT99 = eval.Percentile(ttft[long:], 50), eval.Percentile(ttft[long:], 99)
+	p.TTFT50, p.TTFT99 = eval.Percentile(ttft, 50), eval.Percentile(ttft, 99)
 	p.ITLMax = slices.Max(itl)
 	if out.IDs != nil {
 		p.TokensSHA256 = fmt.Sprintf("%x", eval.Digest(out.IDs))
 	}
-	p.TPOT50, p.TPOT99, p.ITL99 = percentile(tpot, 50), percentile(tpot, 99), percentile(itl, 99)
+	p.TPOT50, p.TPOT99, p.ITL99 = eval.Percentile(tpot, 50), eval.Percentile(tpot, 99), eval.Percentile(itl, 99)
 	return p, nil
 }
 
@@ -278,10 +278,4 @@ func Jain(rates []float64) float64 {
 		return 0
 	}
 	return sum * sum / (float64(len(rates)) * squares)
-}
-
-// percentile is the smallest value that p per cent of the values do not exceed.
-func percentile(values []float64, p int) float64 {
-	sorted := slices.Sorted(slices.Values(values))
-	return sorted[(len(sorted)*p+99)/100-1]
 }

@@ -383,7 +383,7 @@ func (r *copies) point(ctx context.Context, t *tier, d Direction, size int64) ([
 	}
 	points := make([]CopyPoint, len(r.o.Methods))
 	for i, m := range r.o.Methods {
-		took, all := median(times[i]), int64(d.ways())*int64(len(pieces[loading]))*size
+		took, all := eval.Median(times[i]), int64(d.ways())*int64(len(pieces[loading]))*size
 		points[i] = CopyPoint{
 			Tier: t.name, Direction: d, Method: m, BlockBytes: size, Blocks: len(pieces[loading]), Bytes: all,
 			Seconds: took.Seconds(), BytesPerSecond: rate(all, took),

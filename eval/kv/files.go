@@ -322,11 +322,11 @@ func (f *files) load(ctx context.Context, c *cell, loads int) (time.Duration, er
 
 // load is what the samples say.
 func (x *fileSamples) load(c *cell) *FileLoad {
-	single, cached, bytes := median(x.single), median(x.cached), int64(c.loads)*c.bytes()
+	single, cached, bytes := eval.Median(x.single), eval.Median(x.cached), int64(c.loads)*c.bytes()
 	l := &FileLoad{
 		PageCache: x.cache, Seconds: single.Seconds(), BytesPerSecond: rate(c.bytes(), single),
 		CachedSeconds: cached.Seconds(), CachedBytesPerSecond: rate(c.bytes(), cached),
-		QueuedLoads: c.loads, QueuedBytesPerSecond: rate(bytes, median(x.queued)), CachedQueuedBytesPerSecond: rate(bytes, median(x.cachedQueued)),
+		QueuedLoads: c.loads, QueuedBytesPerSecond: rate(bytes, eval.Median(x.queued)), CachedQueuedBytesPerSecond: rate(bytes, eval.Median(x.cachedQueued)),
 	}
 	l.RawThreads = offload.FileReaders
 	l.RawBytesPerSecond, l.RawFraction = fasterRaw(bytes, &x.raw, l.QueuedBytesPerSecond)
@@ -338,7 +338,7 @@ func (x *fileSamples) load(c *cell) *FileLoad {
 // time.
 func fasterRaw(bytes int64, times *[len(rawWays)][]time.Duration, of float64) (raw, fraction float64) {
 	for i := range times {
-		if took := median(times[i]); took > 0 {
+		if took := eval.Median(times[i]); took > 0 {
 			raw = max(raw, rate(bytes, took))
 		}
 	}

@@ -110,17 +110,17 @@ func (r *reloads) point(ctx context.Context, c *cell) (ReloadPoint, error) {
 
 // load is what the samples say.
 func (x *samples) load(c *cell) *Load {
-	took, plain, bytes := median(x.single), median(x.plain), int64(c.loads)*c.bytes()
+	took, plain, bytes := eval.Median(x.single), eval.Median(x.plain), int64(c.loads)*c.bytes()
 	l := &Load{
 		Seconds: took.Seconds(), BytesPerSecond: rate(c.bytes(), took), QueuedLoads: c.loads,
-		QueuedBytesPerSecond: rate(bytes, median(x.queued)), QueuedCopyBytesPerSecond: rate(bytes, median(x.copied)),
-		RawBytesPerSecond: rate(bytes, median(x.raw)), PlainSeconds: plain.Seconds(), PlainFraction: plain.Seconds() / took.Seconds(),
+		QueuedBytesPerSecond: rate(bytes, eval.Median(x.queued)), QueuedCopyBytesPerSecond: rate(bytes, eval.Median(x.copied)),
+		RawBytesPerSecond: rate(bytes, eval.Median(x.raw)), PlainSeconds: plain.Seconds(), PlainFraction: plain.Seconds() / took.Seconds(),
 	}
 	for i, part := range []*float64{&l.Queue, &l.Launch, &l.Copy, &l.Notice, &l.Wake} {
-		*part = median(x.parts[i]).Seconds()
+		*part = eval.Median(x.parts[i]).Seconds()
 	}
 	if len(x.batch) > 0 {
-		l.BatchBytesPerSecond = rate(bytes, median(x.batch))
+		l.BatchBytesPerSecond = rate(bytes, eval.Median(x.batch))
 	}
 	l.RawFraction, l.CopyFraction = l.QueuedBytesPerSecond/l.best(), l.QueuedCopyBytesPerSecond/l.best()
 	return l

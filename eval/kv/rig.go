@@ -75,11 +75,5 @@ func contiguous(dst, src blocks, first, n int) transfer.Piece {
 	return transfer.Piece{Dst: dst.run(first, n), Src: src.run(first, n)}
 }
 
-// median of durations, which it sorts.
-func median(d []time.Duration) time.Duration {
-	slices.Sort(d)
-	return d[len(d)/2]
-}
-
 // rate is bytes over a time, in bytes/s.
 func rate(bytes int64, d time.Duration) float64 { return float64(bytes) / d.Seconds() }

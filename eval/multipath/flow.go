@@ -3,10 +3,10 @@ package multipath
 import (
 	"context"
 	"fmt"
-	"slices"
 	"time"
 
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/eval"
 )
 
 // flow is copies over one link, one after the other.
@@ -166,7 +166,7 @@ type cell struct {
 }
 
 // median of the cell's value of a number.
-func (c *cell) median(i int) float64 { return median(c.values[i]) }
+func (c *cell) median(i int) float64 { return eval.Median(c.values[i]) }
 
 // medians are all of them.
 func (c *cell) medians() []float64 {
@@ -175,11 +175,6 @@ func (c *cell) medians() []float64 {
 		all[i] = c.median(i)
 	}
 	return all
-}
-
-func median(values []float64) float64 {
-	values = slices.Sorted(slices.Values(values))
-	return values[len(values)/2]
 }
 
 func sum(values []float64) float64 {

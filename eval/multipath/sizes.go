@@ -9,6 +9,7 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"github.com/moeserve/moeserve/eval"
 	"github.com/moeserve/moeserve/eval/figure"
 )
 
@@ -120,7 +121,7 @@ func (r *rig) singles(ctx context.Context, e *engine, d Direction, n int64) ([]f
 	}
 	medians := make([]float64, len(all))
 	for i := range all {
-		medians[i] = median(all[i])
+		medians[i] = eval.Median(all[i])
 	}
 	return medians, nil
 }

@@ -63,8 +63,8 @@ func ReadMemory(name string, t tenants.Trace, capacity map[device.Space]int64, e
 		if len(now) == 0 {
 			return nil, eval.Inputf("paper: %s has no sample at its start", name)
 		}
-		slices.Sort(now)
-		x := MemoryAt{Seconds: at.Seconds(), Median: quantile(now, 0.5), P90: quantile(now, 0.9)}
+		slices.Sort(now) // so that the mean is the same each time
+		x := MemoryAt{Seconds: at.Seconds(), Median: eval.Median(now), P90: eval.Percentile(now, 90)}
 		for _, v := range now {
 			x.Mean += v / float64(len(now))
 		}
@@ -74,11 +74,6 @@ func ReadMemory(name string, t tenants.Trace, capacity map[device.Space]int64, e
 	m.Snapshots = len(m.Shares)
 	m.AtMost20, m.AtMost50 = m.atMost(0.2), m.atMost(0.5)
 	return m, nil
-}
-
-// quantile of sorted values: the least that at least q of them do not exceed.
-func quantile(sorted []float64, q float64) float64 {
-	return sorted[max(int(math.Ceil(q*float64(len(sorted))))-1, 0)]
 }
 
 // atMost is the share of the snapshots with at most so much in use.

@@ -183,8 +183,8 @@ func (m *decodes) place(ctx context.Context, p Place) (err error) {
 			costs = append(costs, ratio((d-quiet).Seconds(), quiet.Seconds()))
 		}
 		m.r.Decodes = append(m.r.Decodes, DecodePoint{
-			Place: p, Traffic: t, Sequences: o.Sequences, ContextTokens: o.Tokens, StepSeconds: median(s.steps).Seconds(),
-			Cost: median(costs), HostSeconds: median(s.host).Seconds(), BytesPerSecond: ratio(float64(s.bytes), s.elapsed.Seconds()),
+			Place: p, Traffic: t, Sequences: o.Sequences, ContextTokens: o.Tokens, StepSeconds: eval.Median(s.steps).Seconds(),
+			Cost: eval.Median(costs), HostSeconds: eval.Median(s.host).Seconds(), BytesPerSecond: ratio(float64(s.bytes), s.elapsed.Seconds()),
 		})
 	}
 	return nil

@@ -137,7 +137,7 @@ func (m *misses) place(ctx context.Context, p Place) (err error) {
 			}
 		}
 		x := MissPoint{Place: p, PromptTokens: n, FirstSeconds: times[true][0].Seconds()}
-		x.Seconds, x.PlainSeconds = median(times[true]).Seconds(), median(times[false]).Seconds()
+		x.Seconds, x.PlainSeconds = eval.Median(times[true]).Seconds(), eval.Median(times[false]).Seconds()
 		x.Cost = ratio(x.Seconds-x.PlainSeconds, x.PlainSeconds)
 		m.r.Misses = append(m.r.Misses, x)
 	}

@@ -1,7 +1,6 @@
 package prefix
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"slices"
@@ -123,15 +122,6 @@ func prompt(n, vocab int, seed uint64) []int32 {
 
 // closing closes an engine, and adds the error to err.
 func closing(e Engine, err *error) { *err = errors.Join(*err, e.Close()) }
-
-// median of values, which it sorts; 0 of none.
-func median[T cmp.Ordered](v []T) (m T) {
-	if len(v) == 0 {
-		return m
-	}
-	slices.Sort(v)
-	return v[len(v)/2]
-}
 
 // ratio is a part of a whole; 0 where there is no whole, as on a virtual clock without rates.
 func ratio(part, whole float64) float64 {

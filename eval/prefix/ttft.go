@@ -238,8 +238,8 @@ func (m *ttft) place(ctx context.Context, p Place) (err error) {
 				shares = append(shares, ratio(hit.Loading.Seconds(), hit.First[0].Seconds()))
 				x.CachedTokens, x.RecomputedTokens = hit.Cached, hit.Recomputed
 			}
-			x.Seconds, x.DecodeStepSeconds = median(times).Seconds(), median(steps).Seconds()
-			x.LoadSeconds, x.LoadShare = median(loads).Seconds(), median(shares)
+			x.Seconds, x.DecodeStepSeconds = eval.Median(times).Seconds(), eval.Median(steps).Seconds()
+			x.LoadSeconds, x.LoadShare = eval.Median(loads).Seconds(), eval.Median(shares)
 		}
 		m.r.TTFT = append(m.r.TTFT, x)
 	}

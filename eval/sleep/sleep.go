@@ -1,6 +1,7 @@
 package sleep
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -241,14 +242,5 @@ func median(trials []Trial, of func(Trial) Phase) Phase {
 	for i, t := range trials {
 		phases[i] = of(t)
 	}
-	slices.SortFunc(phases, func(a, b Phase) int {
-		switch {
-		case a.Seconds < b.Seconds:
-			return -1
-		case a.Seconds > b.Seconds:
-			return 1
-		}
-		return 0
-	})
-	return phases[len(phases)/2]
+	return eval.PercentileFunc(phases, 50, func(a, b Phase) int { return cmp.Compare(a.Seconds, b.Seconds) })
 }

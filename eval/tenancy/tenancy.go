@@ -5,7 +5,6 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
-	"slices"
 	"sync"
 	"time"
 
@@ -430,7 +429,7 @@ func (m *run) work(ctx context.Context) error {
 			}
 			beside = append(beside, rate)
 		}
-		w := Work{Kind: k.name, Alone: median(alone), Beside: median(beside), Limit: k.limit}
+		w := Work{Kind: k.name, Alone: eval.Median(alone), Beside: eval.Median(beside), Limit: k.limit}
 		if w.Alone > 0 {
 			w.Loss = 1 - w.Beside/w.Alone
 		}
@@ -461,9 +460,4 @@ func (m *run) besideSteps(ctx context.Context, kind string) (rate float64, err e
 		}
 	}
 	return rate, errors.Join(err, failed)
-}
-
-func median(values []float64) float64 {
-	slices.Sort(values)
-	return values[len(values)/2]
 }
