@@ -227,7 +227,10 @@ func TestPauseEnds(t *testing.T) {
 		case 20: // in which the engine has tried to pause
 			cancel()
 			until(t, "the first pause is taken back", func() bool { return !asked() })
-			<-goOn
+			select {
+			case <-goOn:
+			case <-t.Context().Done(): // the test has failed
+			}
 		case 30:
 			until(t, "the second pause is asked for", asked)
 		}
