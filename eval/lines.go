@@ -11,9 +11,9 @@ import (
 // maxLineBytes bounds a line of a file of prompts or requests.
 const maxLineBytes = 16 << 20
 
-// EachLine calls f with each line that is not blank, and its number. Errors of f, and a line that is too long, are
-// the user's, as is a file without lines, of which none says what it has not: they wrap ErrInput and name the line of
-// the file called name.
+// EachLine calls f with each line that is not blank, and its number. Errors of f, a line that is too long, and a file
+// without lines are the user's: they wrap ErrInput, and name the line of the file called name. none is what a file
+// without lines lacks, as "prompts".
 func EachLine(r io.Reader, name, none string, f func(n int, line []byte) error) error {
 	lines := bufio.NewScanner(r)
 	lines.Buffer(nil, maxLineBytes)
