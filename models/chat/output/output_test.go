@@ -272,8 +272,13 @@ func TestSpells(t *testing.T) {
 		format *output.Format
 		rest   string // of a call without arguments
 	}{
-		{output.Hermes, " {}}\n</tool_call>"}, {output.Mistral, " {}}]"}, {output.Phi4Mini, " {}}]"}, {output.Phi4MiniTokens, " {}}<|/tool_call|>"},
-		{output.JSON, " {}}"}, {output.QwenXML, "</function>\n</tool_call>"}, {output.Olmo, ")\n</function_calls>"},
+		{output.Hermes, " {}}\n</tool_call>"},
+		{output.Mistral, " {}}]"},
+		{output.Phi4Mini, " {}}]"},
+		{output.Phi4MiniTokens, " {}}<|/tool_call|>"},
+		{output.JSON, " {}}"},
+		{output.QwenXML, "</function>\n</tool_call>"},
+		{output.Olmo, ")\n</function_calls>"},
 	} {
 		for _, name := range []string{
 			"f", "get_weather-2", "a.b", "größe", "a b", " a", "a\n", "a>b", "a<b", "a(b", `a"b`, "a/b", "]", "[ARGS]", "</function>",
