@@ -101,7 +101,7 @@ func timingLines(data []byte, name string) ([]Timing, error) {
 		case first && (err != nil || t.Kind == ""):
 			return nil, nil
 		case err != nil:
-			return nil, Inputf("%s: line %d: %w", name, n, JSONError(lines.Bytes(), err))
+			return nil, Inputf("%s: line %d: %w", name, n, untrusted.JSONError(lines.Bytes(), err))
 		case t.Kind == "":
 			return nil, Inputf("%s: line %d has no kind, which the lines before it have", name, n)
 		}

@@ -8,7 +8,7 @@ import (
 	"math"
 	"math/rand/v2"
 
-	"github.com/moeserve/moeserve/planner"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // ErrInput marks an error in the user's input: a file, a list, a value.
@@ -23,9 +23,6 @@ func (e *inputError) Is(target error) bool { return target == ErrInput }
 
 // Inputf is an error in the user's input, which wraps ErrInput without its text.
 func Inputf(format string, args ...any) error { return &inputError{fmt.Errorf(format, args...)} }
-
-// JSONError is planner's.
-func JSONError(data []byte, err error) error { return planner.JSONError(data, err) }
 
 // ReadPrompts reads the first turn of each question of an MT-Bench file (a line is
 // {"turns": ["…", …]}) or of each conversation of an MT-Bench-101 file (a line is
@@ -52,7 +49,7 @@ func firstTurn(line []byte) (string, error) {
 		} `json:"history"`
 	}
 	if err := json.Unmarshal(line, &q); err != nil {
-		return "", fmt.Errorf("not a JSON object of MT-Bench: %w", JSONError(line, err))
+		return "", fmt.Errorf("not a JSON object of MT-Bench: %w", untrusted.JSONError(line, err))
 	}
 	turn := ""
 	switch {

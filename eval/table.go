@@ -265,7 +265,7 @@ func parseResults(data []byte) ([]Result, error) {
 			if bytes.HasPrefix(bytes.TrimSpace(data), []byte("{")) {
 				err = e
 			}
-			return nil, JSONError(data, err)
+			return nil, untrusted.JSONError(data, err)
 		}
 		many = []Result{one}
 	}

@@ -16,6 +16,7 @@ import (
 	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/planner"
 	"github.com/moeserve/moeserve/transfer"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // The paths that Transfer measures.
@@ -68,7 +69,7 @@ var expertSizes = []struct {
 func ReadTransferResult(data []byte, name string) (*TransferResult, error) {
 	r := &TransferResult{}
 	if err := json.Unmarshal(data, r); err != nil {
-		return nil, Inputf("%s has no result of bench transfer --json: %w", name, JSONError(data, err))
+		return nil, Inputf("%s has no result of bench transfer --json: %w", name, untrusted.JSONError(data, err))
 	}
 	if len(r.Points) == 0 {
 		return nil, Inputf("%s has no copies: give a result of bench transfer --json", name)

@@ -7,7 +7,10 @@ import (
 	"testing"
 
 	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/experts"
+	"github.com/moeserve/moeserve/kvcache/offload"
 	"github.com/moeserve/moeserve/node"
+	"github.com/moeserve/moeserve/node/observe"
 )
 
 // TestSettingsWithoutEffect: the log names settings that were given and change nothing, and no others.
@@ -35,6 +38,17 @@ func TestSettingsWithoutEffect(t *testing.T) {
 		}
 		if got := log.String(); !strings.Contains(got, c.want) || strings.Contains(got, "effect") != strings.Contains(c.want, "settings") || strings.Contains(got, "beside") != strings.Contains(c.want, "beside") {
 			t.Errorf("want %q: %s", c.want, got)
+		}
+	}
+}
+
+// TestHarvestClientsAreKnown: --harvest-clients takes the names of all that borrow memory.
+func TestHarvestClientsAreKnown(t *testing.T) {
+	for _, name := range []string{experts.HarvestClient, offload.HarvestClient, observe.RelayClient} {
+		h := configs.Defaults().Harvest
+		h.Policy, h.Clients = "fairness", name+"=weight:2"
+		if _, err := h.ParseClients(); err != nil {
+			t.Errorf("%s: %v", name, err)
 		}
 	}
 }

@@ -13,6 +13,7 @@ import (
 	"strings"
 
 	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // Hardware is a machine: the GPU that computes, its host, and the memory that it may
@@ -161,7 +162,7 @@ func ParseHardware(data []byte) (Hardware, error) {
 	var given map[string]json.RawMessage
 	d := json.NewDecoder(bytes.NewReader(data))
 	if err := d.Decode(&given); err != nil {
-		return Hardware{}, fmt.Errorf("planner: read hardware: %w", JSONError(data, err))
+		return Hardware{}, fmt.Errorf("planner: read hardware: %w", untrusted.JSONError(data, err))
 	}
 	if given == nil {
 		return Hardware{}, errors.New("planner: read hardware: null is not a JSON object")
@@ -287,7 +288,7 @@ func readObject[T any](given map[string]json.RawMessage, key string, to **T) err
 	d.DisallowUnknownFields()
 	*to = new(T)
 	if err := d.Decode(*to); err != nil {
-		return fmt.Errorf("planner: read hardware: %s: %w", key, JSONError(text, err))
+		return fmt.Errorf("planner: read hardware: %s: %w", key, untrusted.JSONError(text, err))
 	}
 	return nil
 }

@@ -7,6 +7,7 @@ import (
 	"fmt"
 
 	"github.com/moeserve/moeserve/configs"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // Policy is how a batch runs.
@@ -49,7 +50,7 @@ func ParsePolicy(data []byte, m Model) (Policy, error) {
 	}
 	var around plan
 	if err := json.Unmarshal(data, &around); err != nil {
-		return Policy{}, fmt.Errorf("planner: read policy: %w", JSONError(data, err))
+		return Policy{}, fmt.Errorf("planner: read policy: %w", untrusted.JSONError(data, err))
 	}
 	if around.Policy != nil {
 		data = around.Policy
@@ -62,7 +63,7 @@ func ParsePolicy(data []byte, m Model) (Policy, error) {
 	d := json.NewDecoder(bytes.NewReader(data))
 	d.DisallowUnknownFields()
 	if err := d.Decode(&x); err != nil {
-		return Policy{}, fmt.Errorf("planner: read policy: %w", JSONError(data, err))
+		return Policy{}, fmt.Errorf("planner: read policy: %w", untrusted.JSONError(data, err))
 	}
 	if x.Batch == nil || x.ResidentExperts == nil {
 		return Policy{}, errors.New("planner: read policy: batch and resident_experts are required")

@@ -336,7 +336,7 @@ func TestFormatsRefuse(t *testing.T) {
 		{messagesPath, `"max_tokens": 1, "n": 2`, "Unrecognized request argument supplied: n"},
 		{messagesPath, `"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]`, "messages[0].content[0].type"},
 		{messagesPath, `"max_tokens": 1, "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]`, "not continued"},
-		{messagesPath, `"max_tokens": 1, "messages": [{"role": "system", "content": "x"}]`, "there must be a message of the user's, and all of them are the system's"},
+		{messagesPath, `"max_tokens": 1, "messages": [{"role": "system", "content": "x"}]`, "there must be a user message, and all are system messages"},
 		{messagesPath, `"max_tokens": 1, "messages": [{"role": "assistant", "content": "x"}]`, "one of the assistant's is not continued"},
 		{messagesPath, `"max_tokens": 1, "system": "x", "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}, {"role": "system", "content": "z"}]`, "The last message must be the user's"},
 		{messagesPath, `"max_tokens": 1, "messages": [{"role": "robot", "content": "x"}]`, "messages[0].role"},

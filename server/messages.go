@@ -67,7 +67,7 @@ func (m *Model) parseMessages(o *object, counting bool) (*chatRequest, error) {
 		last--
 	}
 	if last < 0 {
-		o.fail("messages", "invalid_value", "Invalid value for 'messages': there must be a message of the user's, and all of them are the system's.")
+		o.fail("messages", "invalid_value", "Invalid value for 'messages': there must be a user message, and all are system messages.")
 	} else if c.messages[last].Role == "assistant" {
 		o.fail("messages", "unsupported_parameter", "The last message must be the user's, or a system message behind it: one of the assistant's is not continued.")
 	}

@@ -59,7 +59,7 @@ func parseBody(body []byte) *object {
 			break
 		}
 		if half := loneSurrogate(body); half != "" {
-			o.err = badRequest("", "invalid_value", "The body has %s, which is half of a character (a surrogate) without the other half: send whole characters.", half)
+			o.err = badRequest("", "invalid_value", "The body has %s, an unpaired UTF-16 surrogate: send whole characters.", half)
 			break
 		}
 		o.parse(body, "The body")

@@ -135,8 +135,8 @@ func eachItem(data []byte, do func(item json.RawMessage) bool) {
 	}
 }
 
-// loneSurrogate is the first escape in the strings of data, as \ud800, that is half of a character without its other
-// half; empty if there is none.
+// loneSurrogate is the first escape in the strings of data, as \ud800, that is an unpaired UTF-16 surrogate; empty if
+// there is none.
 func loneSurrogate(data []byte) string {
 	for {
 		i := bytes.IndexByte(data, '\\')

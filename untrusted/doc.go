@@ -1,4 +1,5 @@
-// Package untrusted opens files that users name, and prints text that users and files give.
+// Package untrusted opens files that users name, prints text that users and files give, and says where what should be
+// JSON is none.
 //
 // Every file of a model, a policy, a hardware description, a trace or a list is opened here, so
 // that none of them can block or fill the memory of the process: a test of the repository

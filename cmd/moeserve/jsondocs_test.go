@@ -310,7 +310,7 @@ var fieldDocs = map[string]string{
 	"prefill_steps":                  "steps that compute the prompts",
 	"prefill_step":                   "prediction of one prefill step",
 	"decode_step":                    "prediction of one decode step",
-	"stepResult.s":                   "predicted time of the step: that of the longest of the resources below; with on-demand fetches the longer of `gpu_s` and `cpu_s`, and `on_demand_fetch_s` behind it",
+	"stepResult.s":                   "predicted time of the step: that of the longest of the resources below; with on-demand fetches the longer of `gpu_s` and `cpu_s`, plus `on_demand_fetch_s`",
 	"bound":                          "the resource that takes longest",
 	"phaseResult.bound":              "what bounds the phase: `gpu-compute` or `gpu-memory`",
 	"gpu_s":                          "time of the GPU's compute",

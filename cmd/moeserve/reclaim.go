@@ -43,8 +43,8 @@ All processes of this user are asked that listen in --runtime-dir; those of othe
 users if that directory is shared. With --url one process is asked, at its
 --admin-address; the key of MOESERVE_API_KEY is sent if it is set.
 
-Exit codes: 0 the memory is free, or no moeserve process borrows there (then nobody
-looks how much is free); 1 it is not free in time.`,
+Exit codes: 0 the memory is free, or no moeserve process borrows there (its free
+memory is not checked then); 1 it is not free in time.`,
 		Example: `  moeserve reclaim --device 1 --gib 30 --deadline 500ms
   moeserve reclaim --device GPU-5fd4f087-86f3-7a43-b711-4771313afc50 --gib 1.5`,
 		Args: noArguments,
@@ -97,7 +97,7 @@ func reclaimMemory(ctx context.Context, s *streams, o *reclaimOptions) error {
 	case err != nil:
 		return fmt.Errorf("reclaim: %w", err)
 	case r.Processes == 0:
-		_, err := fmt.Fprintf(s.out, "no moeserve process borrows memory of GPU %s; how much of it is free was not looked at\n", o.device)
+		_, err := fmt.Fprintf(s.out, "no moeserve process borrows memory of GPU %s; its free memory was not checked\n", o.device)
 		return err
 	}
 	if _, err := fmt.Fprintf(s.out, "GPU %s: %s free, %s released by %d in %.0f ms, %s still borrowed\n", r.Device,

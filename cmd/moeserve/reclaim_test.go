@@ -34,7 +34,7 @@ func TestReclaim(t *testing.T) {
 		wants string
 	}{
 		{"--device 1 --gib 0.01", exitDone, `^GPU 1: 6\d\.\d+ MiB free, 0 B released by 1 in \d+ ms, 3\.\d+ MiB still borrowed\n$`},
-		{"--device 7 --gib 1", exitDone, `^no moeserve process borrows memory of GPU 7; how much of it is free was not looked at\n$`},
+		{"--device 7 --gib 1", exitDone, `^no moeserve process borrows memory of GPU 7; its free memory was not checked\n$`},
 		{"--device banana --gib 1", exitUsage, "--device is banana: must be the number of a GPU, as in --peers, or its UUID"},
 		{"--device -1 --gib 1", exitUsage, "--device is -1: must be the number"},
 		{"--device 1 --gib 0.01 --url " + at[1], exitDone, `^GPU 1: .* 0 B released by 1 `},

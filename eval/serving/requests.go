@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/moeserve/moeserve/eval"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // Request is one of a load: text, or token ids, which /v1/completions accepts too.
@@ -126,7 +127,7 @@ func ReadTrace(r io.Reader, name string, count int, vocabulary []int32, seed uin
 		}
 		var l traceLine
 		if err := json.Unmarshal(line, &l); err != nil {
-			return fmt.Errorf("not a JSON object of a trace: %w", eval.JSONError(line, err))
+			return fmt.Errorf("not a JSON object of a trace: %w", untrusted.JSONError(line, err))
 		}
 		switch {
 		case l.Timestamp == nil:
@@ -169,7 +170,7 @@ func ReadCustom(r io.Reader, name string) ([]Request, error) {
 			OutputTokens int    `json:"output_tokens"`
 		}
 		if err := json.Unmarshal(line, &l); err != nil {
-			return fmt.Errorf("not a JSON object with a prompt: %w", eval.JSONError(line, err))
+			return fmt.Errorf("not a JSON object with a prompt: %w", untrusted.JSONError(line, err))
 		}
 		if l.Prompt == "" || l.OutputTokens < 0 {
 			return errors.New(`it has no "prompt", or an "output_tokens" below 0`)

@@ -10,7 +10,7 @@ import (
 	"os/exec"
 	"time"
 
-	"github.com/moeserve/moeserve/eval"
+	"github.com/moeserve/moeserve/untrusted"
 )
 
 // Process is a tenant that is a process of its own. It reads requests from its standard input, a JSON
@@ -75,7 +75,7 @@ func (p *Process) read(out io.Reader) {
 	for lines.Scan() {
 		var a answer
 		if err := json.Unmarshal(lines.Bytes(), &a); err != nil {
-			a.err = fmt.Errorf("tenancy: the tenant's answer %q: %w", lines.Text(), eval.JSONError(lines.Bytes(), err))
+			a.err = fmt.Errorf("tenancy: the tenant's answer %q: %w", lines.Text(), untrusted.JSONError(lines.Bytes(), err))
 		}
 		p.answers <- a
 	}

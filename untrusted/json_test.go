@@ -1,4 +1,4 @@
-package planner
+package untrusted
 
 import (
 	"encoding/json"
