@@ -87,7 +87,7 @@ func newValid() *valid {
 	v.gather = Gather{v.tensor(F32, 3, 32), v.tensor(I32, 2), v.tensor(F32, 2, 32)}
 	v.copied = CopyBlocks{Src: v.tensor(U64, 3), Dst: v.tensor(U64, 3), BlockBytes: 4096}
 	v.added = AddRows{Src: v.copied.Src, Dst: v.copied.Dst, Columns: 32, DType: BF16}
-	v.words = Copy{v.tensor(I32, 3, 5), v.tensor(I32, 3, 5)}
+	v.words = Copy{Src: v.tensor(I32, 3, 5), Dst: v.tensor(I32, 3, 5)}
 	v.sample = Sample{
 		v.tensor(F32, 2, 100), v.tensor(F32, 2), v.tensor(U64, 2), v.tensor(I32, 2), v.tensor(I32, 2),
 		v.tensor(I32, 2), v.tensor(F32, 2), v.tensor(F32, 2), v.tensor(I32, 2),
@@ -419,18 +419,39 @@ func TestCheckErrors(t *testing.T) {
 		{func(v *valid) Op { v.words.Dst = gap(v.words.Dst); return &v.words }, "want it dense"},
 		{func(v *valid) Op { v.words.Dst.Addr = v.words.Src.Addr + 8; return &v.words }, "overlaps Src"},
 		{func(v *valid) Op {
-			v.words = Copy{v.tensor(BF16, 3), v.tensor(BF16, 3)}
+			v.words = Copy{Src: v.tensor(BF16, 3), Dst: v.tensor(BF16, 3)}
 			return &v.words
 		}, "6 bytes from"},
 		{func(v *valid) Op {
-			v.words = Copy{v.tensor(BF16, 4), v.tensor(BF16, 4)}
+			v.words = Copy{Src: v.tensor(BF16, 4), Dst: v.tensor(BF16, 4)}
 			v.words.Dst.Addr += 2
 			return &v.words
 		}, "want multiples of 4"},
 		{func(v *valid) Op {
-			v.words = Copy{v.tensor(I64, 1<<29+1), v.tensor(I64, 1<<29+1)}
+			v.words = Copy{Src: v.tensor(I64, 1<<29+1), Dst: v.tensor(I64, 1<<29+1)}
 			return &v.words
 		}, "want at most 4294967296"},
+		{func(v *valid) Op { v.words.Src2 = v.tensor(I32, 4); return &v.words }, "kernels: copy: Dst2 is missing"},
+		{func(v *valid) Op { v.words.Dst2 = v.tensor(I32, 4); return &v.words }, "kernels: copy: Src2 is missing"},
+		{func(v *valid) Op {
+			v.words.Src2, v.words.Dst2 = v.tensor(I32, 4), v.tensor(I32, 5)
+			return &v.words
+		}, "Dst2 is int32[5], want the shape [4] of Src2"},
+		{func(v *valid) Op {
+			v.words.Src2, v.words.Dst2 = v.tensor(I32, 4), v.tensor(I32, 4)
+			v.words.Dst2.Addr = v.words.Dst.Addr + 56
+			return &v.words
+		}, "overlaps Dst"},
+		{func(v *valid) Op {
+			v.words.Src2, v.words.Dst2 = v.tensor(I32, 4), v.tensor(I32, 4)
+			v.words.Dst2.Addr = v.words.Src.Addr
+			return &v.words
+		}, "Dst2"},
+		{func(v *valid) Op {
+			v.words.Src2, v.words.Dst2 = v.tensor(I32, 4), v.tensor(I32, 4)
+			v.words.Src2.Addr = v.words.Dst.Addr
+			return &v.words
+		}, "overlaps Src2"},
 		{func(v *valid) Op { v.copied.Src.DType = I64; return &v.copied }, "kernels: copy_blocks: Src is int64[3], want uint64"},
 		{func(v *valid) Op { v.copied.Dst = v.tensor(U64, 2); return &v.copied }, "Dst is uint64[2], want 3 elements (Src has 3)"},
 		{func(v *valid) Op {

@@ -25,6 +25,8 @@ type CopyBlocks struct {
 // direction it waits until that has ended, however small its chunks are.
 type Copy struct {
 	Src, Dst Tensor // the same type and shape
+	// Src2 and Dst2 are copied at the same time, so Dst2 shares no memory with the others; none: there is nothing more.
+	Src2, Dst2 Tensor
 }
 
 // AddRows adds N rows of Columns elements, row i at address Src[i] to the one at Dst[i], with one
@@ -115,23 +117,36 @@ func (*Copy) Name() string { return "copy" }
 // Check implements Op.
 func (o *Copy) Check() error {
 	c := checker{op: o.Name()}
-	c.tensor("Src", &o.Src, anyType, o.Src.Rank)
-	c.tensor("Dst", &o.Dst, anyType, o.Dst.Rank)
-	c.same("Dst", &o.Dst, "Src", &o.Src)
-	c.dense("Src", &o.Src)
-	c.dense("Dst", &o.Dst)
-	if c.ok() && o.Src.Bytes() > maxCopyBytes {
-		c.failf("%d bytes, want at most %d", o.Src.Bytes(), int64(maxCopyBytes))
-	}
-	c.disjoint("Dst", &o.Dst, "Src", &o.Src)
-	if c.ok() && (o.Src.Bytes()%copyUnit != 0 || o.Src.Addr%copyUnit != 0 || o.Dst.Addr%copyUnit != 0) {
-		c.failf("%d bytes from %#x to %#x, want multiples of %d", o.Src.Bytes(), uint64(o.Src.Addr), uint64(o.Dst.Addr), copyUnit)
+	c.copied("Src", &o.Src, "Dst", &o.Dst)
+	if !o.Src2.None() || !o.Dst2.None() {
+		c.copied("Src2", &o.Src2, "Dst2", &o.Dst2)
+		c.disjoint("Dst2", &o.Dst2, "Dst", &o.Dst)
+		c.disjoint("Dst2", &o.Dst2, "Src", &o.Src)
+		c.disjoint("Dst", &o.Dst, "Src2", &o.Src2)
 	}
 	return c.err
+}
+
+// copied checks what a Copy copies.
+func (c *checker) copied(from string, src *Tensor, to string, dst *Tensor) {
+	c.tensor(from, src, anyType, src.Rank)
+	c.tensor(to, dst, anyType, dst.Rank)
+	c.same(to, dst, from, src)
+	c.dense(from, src)
+	c.dense(to, dst)
+	if c.ok() && src.Bytes() > maxCopyBytes {
+		c.failf("%d bytes, want at most %d", src.Bytes(), int64(maxCopyBytes))
+	}
+	c.disjoint(to, dst, from, src)
+	if c.ok() && (src.Bytes()%copyUnit != 0 || src.Addr%copyUnit != 0 || dst.Addr%copyUnit != 0) {
+		c.failf("%d bytes from %#x to %#x, want multiples of %d", src.Bytes(), uint64(src.Addr), uint64(dst.Addr), copyUnit)
+	}
 }
 
 // Declare implements Op.
 func (o *Copy) Declare(d *Decl) {
 	d.read(&o.Src)
+	d.read(&o.Src2)
 	d.write(&o.Dst)
+	d.write(&o.Dst2)
 }

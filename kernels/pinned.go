@@ -61,6 +61,36 @@ func (p *Pinned) ToDevice(s device.Stream, dst device.Range, off int64) error {
 	return p.backend.Enqueue(s, &p.op)
 }
 
+// ToHostBoth is ToHost of two tensors, by one kernel where kernels make both copies.
+func (p *Pinned) ToHostBoth(s device.Stream, off int64, t Tensor, off2 int64, t2 Tensor) error {
+	at, at2 := p.Range(off, t.Bytes()), p.Range(off2, t2.Bytes())
+	if !p.small(at, t.Range()) || !p.small(at2, t2.Range()) {
+		if err := p.ToHost(s, off, t); err != nil {
+			return err
+		}
+		return p.ToHost(s, off2, t2)
+	}
+	p.op = Copy{Src: t, Dst: t, Src2: t2, Dst2: t2}
+	p.op.Dst.Addr, p.op.Dst2.Addr = at.Addr+p.mapped, at2.Addr+p.mapped
+	return p.backend.Enqueue(s, &p.op)
+}
+
+// ToDeviceWith is ToDevice, and copies src to another tensor of the device, outside of dst, by one kernel of b where
+// kernels make both copies, else by two.
+func (p *Pinned) ToDeviceWith(s device.Stream, dst device.Range, off int64, b Backend, src, to Tensor) error {
+	from := p.Range(off, dst.Bytes)
+	if !p.small(dst, from) {
+		if err := p.ToDevice(s, dst, off); err != nil {
+			return err
+		}
+		p.op = Copy{Src: src, Dst: to}
+		return b.Enqueue(s, &p.op)
+	}
+	words := int(dst.Bytes / copyUnit)
+	p.op = Copy{Src: New(from.Addr+p.mapped, I32, words), Dst: New(dst.Addr, I32, words), Src2: src, Dst2: to}
+	return b.Enqueue(s, &p.op)
+}
+
 // small reports whether a kernel makes a copy.
 func (p *Pinned) small(dst, src device.Range) bool {
 	return p.byKernel && dst.Bytes <= maxPinnedCopy && (dst.Bytes|int64(dst.Addr)|int64(src.Addr))%copyUnit == 0

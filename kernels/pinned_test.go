@@ -55,8 +55,41 @@ func TestPinned(t *testing.T) {
 			if got := p.Read(most+64, c.bytes); string(got) != string(want) {
 				t.Errorf("%d bytes differ from what was copied", c.bytes)
 			}
-			if byKernel := c.byKernel && !failing; byKernel != (launches == 2) || byKernel != (copies == 0) {
+			byKernel := c.byKernel && !failing
+			if byKernel != (launches == 2) || byKernel != (copies == 0) {
 				t.Errorf("failing %v: %d bytes took %d copies and %d kernels", failing, c.bytes, copies, launches)
+			}
+			if c.bytes%4 != 0 {
+				continue
+			}
+
+			// The same with another copy of 8 bytes, in one kernel. What is copied on the device, a kernel always copies.
+			copies, launches = 0, 0
+			second, third := kernels.New(memory.Range(0, 8).Addr, kernels.I32, 2), kernels.New(memory.Range(16, 8).Addr, kernels.I32, 2)
+			data = p.Write(0, 3*most)
+			for i := range data {
+				data[i] = byte(i * 11 / 3)
+			}
+			want = append(want[:0], data[8:][:c.bytes]...)
+			check(p.ToDevice(s, second.Range(), 0))
+			check(p.ToDeviceWith(s, at, 8, b, second, third))
+			check(p.ToHostBoth(s, most+64, kernels.New(at.Addr, kernels.BF16, int(c.bytes/2)), most, third))
+			check(s.Synchronize(t.Context()))
+			if got := p.Read(most+64, c.bytes); string(got) != string(want) {
+				t.Errorf("%d bytes differ from what was copied", c.bytes)
+			}
+			if got := p.Read(most, 8); string(got) != string(data[:8]) {
+				t.Errorf("the other 8 bytes are %x, want %x", got, data[:8])
+			}
+			wantCopies, wantLaunches := 0, 3
+			switch {
+			case failing:
+				wantCopies, wantLaunches = 4, 1
+			case !byKernel: // of more bytes
+				wantCopies, wantLaunches = 2, 3
+			}
+			if copies != wantCopies || launches != wantLaunches {
+				t.Errorf("failing %v: %d and 8 bytes took %d copies and %d kernels, want %d and %d", failing, c.bytes, copies, launches, wantCopies, wantLaunches)
 			}
 		}
 		check(s.Close())

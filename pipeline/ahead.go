@@ -40,7 +40,6 @@ type ahead struct {
 	// enqueued is the step ahead; nil: there is none.
 	enqueued *aheadSlot
 	batches  *batcher
-	ids      kernels.Copy
 	// took is the time of the latest successful step: of one that was enqueued ahead from the end of the one before.
 	took, ended time.Duration
 	// sampled and rows are memory that is reused.
@@ -204,23 +203,17 @@ func (p *Pipeline) enqueueAhead(ctx context.Context, s *Step) error {
 	if graph == nil || plan.inPlace && !p.step.ContinueInPlace() {
 		return nil
 	}
-	if err := x.metadata.ToDevice(p.compute, p.metadata.device.Range(0, bytes), 0); err != nil {
-		return fmt.Errorf("pipeline: metadata of the next step: %w", err)
-	}
 	m := p.o.Executors[0].Model
 	sampled := m.Sampled(forward.Span{Rows: n})
-	a.ids = kernels.Copy{Src: sampled, Dst: packed.IDs}
-	if err := m.Backend().Enqueue(p.compute, &a.ids); err != nil {
-		return fmt.Errorf("pipeline: tokens of the next step: %w", err)
+	ids := device.Align(packed.IDs.Bytes()) // in front of the rest, which the host knows
+	if err := x.metadata.ToDeviceWith(p.compute, p.metadata.device.Range(ids, bytes-ids), ids, m.Backend(), sampled, packed.IDs); err != nil {
+		return fmt.Errorf("pipeline: metadata and tokens of the next step: %w", err)
 	}
 	if err := p.launch(ctx, plan, graph); err != nil {
 		return err
 	}
-	if err := p.results.copyCounts(x.results, x.counts); err != nil {
+	if err := p.results.copyAhead(x, p.compute, sampled); err != nil {
 		return err
-	}
-	if err := x.results.ToHost(p.compute, 0, sampled); err != nil {
-		return fmt.Errorf("pipeline: copy results: %w", err)
 	}
 	if err := p.compute.Record(x.done); err != nil {
 		return err

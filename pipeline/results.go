@@ -162,6 +162,20 @@ func (r *results) copyCounts(to *kernels.Pinned, off int64) error {
 	return nil
 }
 
+// copyAhead enqueues the copies of the results of a step that is enqueued ahead, which has one group.
+func (r *results) copyAhead(x *aheadSlot, s device.Stream, sampled kernels.Tensor) error {
+	var err error
+	if len(r.counts) == 0 {
+		err = x.results.ToHost(s, 0, sampled)
+	} else {
+		err = x.results.ToHostBoth(s, x.counts, r.executors[0].model.Counts(), 0, sampled)
+	}
+	if err != nil {
+		return fmt.Errorf("pipeline: copy results of the next step: %w", err)
+	}
+	return nil
+}
+
 // readCounts sums the groups' counts.
 func (r *results) readCounts(from device.Memory, off int64) {
 	clear(r.counts)

@@ -80,5 +80,6 @@ func (b *Backend) addRows(o *kernels.AddRows, access device.Access) error {
 
 func (b *Backend) copy(o *kernels.Copy, _ device.Access) error {
 	copy(at[byte](o.Dst.Addr, int(o.Dst.Bytes())), at[byte](o.Src.Addr, int(o.Src.Bytes())))
+	copy(at[byte](o.Dst2.Addr, int(o.Dst2.Bytes())), at[byte](o.Src2.Addr, int(o.Src2.Bytes())))
 	return nil
 }

@@ -99,12 +99,19 @@ type addRowsArgs struct {
 	columns int32  // 16
 }
 
-// copyArgs has the layout of copy_args in src/copy.cu: 24 bytes, fields at these.
-type copyArgs struct {
+// copyPartArgs has the layout of copy_part_args in src/copy.cu: 24 bytes, fields at these.
+type copyPartArgs struct {
 	src    uint64 // 0
 	dst    uint64 // 8
 	chunks int32  // 16
 	words  int32  // 20
+}
+
+// copyArgs has the layout of copy_args in src/copy.cu: 56 bytes, fields at these.
+type copyArgs struct {
+	first  copyPartArgs // 0
+	second copyPartArgs // 24
+	blocks int32        // 48
 }
 
 // denseArgs has the layout of dense_args in src/dense.cu: 320 bytes, fields at these.

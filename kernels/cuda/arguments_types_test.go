@@ -12,6 +12,7 @@ var argumentTypes = map[string]reflect.Type{
 	"rope_attention_args": reflect.TypeFor[ropeAttentionArgs](),
 	"copy_blocks_args":    reflect.TypeFor[copyBlocksArgs](),
 	"add_rows_args":       reflect.TypeFor[addRowsArgs](),
+	"copy_part_args":      reflect.TypeFor[copyPartArgs](),
 	"copy_args":           reflect.TypeFor[copyArgs](),
 	"dense_args":          reflect.TypeFor[denseArgs](),
 	"embed_args":          reflect.TypeFor[embedArgs](),

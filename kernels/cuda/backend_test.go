@@ -1074,9 +1074,25 @@ func TestCopyChoice(t *testing.T) {
 			t.Errorf("%+v: %q on %+v, want %+v", test, r.names(), r.grids, want)
 			continue
 		}
-		if a := (*copyArgs)(unsafe.Pointer(&r.args[0][0])); int(a.chunks) != test.chunks || int(a.words) != test.words {
+		a := (*copyArgs)(unsafe.Pointer(&r.args[0][0]))
+		if int(a.first.chunks) != test.chunks || int(a.first.words) != test.words || int(a.blocks) != test.blocks || a.second != (copyPartArgs{}) {
 			t.Errorf("%+v: %+v", test, *a)
 		}
+	}
+	// Two copies are one launch, with blocks of their own.
+	r, b, s := list(t, Options{})
+	r.keep = true
+	both := &kernels.Copy{
+		Src: at(1, tensor(kernels.I32, 4096)), Dst: at(2, tensor(kernels.I32, 4096)), Src2: at(3, tensor(kernels.I32, 3)), Dst2: at(4, tensor(kernels.I32, 3)),
+	}
+	if err := b.Enqueue(s, both); err != nil {
+		t.Fatal(err)
+	}
+	if want := (grid{x: 5, y: 1, z: 1, threads: 256, noOverlap: true}); !slices.Equal(r.grids, []grid{want}) {
+		t.Fatalf("two copies: %q on %+v, want %+v", r.names(), r.grids, want)
+	}
+	if a := (*copyArgs)(unsafe.Pointer(&r.args[0][0])); a.blocks != 4 || a.second.words != 3 || a.second.dst != uint64(both.Dst2.Addr) {
+		t.Errorf("two copies: %+v", *a)
 	}
 }
 

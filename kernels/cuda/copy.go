@@ -42,13 +42,20 @@ func (l *streamState) addRows(o *kernels.AddRows) error {
 }
 
 func (l *streamState) copy(o *kernels.Copy) error {
-	bytes, chunks := int(o.Src.Bytes()), 0
-	if (o.Src.Addr|o.Dst.Addr)%16 == 0 {
+	first, blocks := copiedPart(&o.Src, &o.Dst)
+	second, more := copiedPart(&o.Src2, &o.Dst2)
+	return launch(l, o.Name(), copySmallKernel, grid{x: blocks + more, threads: copySmallThreads, noOverlap: true}, &copyArgs{
+		first: first, second: second, blocks: int32(blocks),
+	})
+}
+
+// copiedPart returns the arguments of a copy, and its number of blocks.
+func copiedPart(src, dst *kernels.Tensor) (copyPartArgs, int) {
+	bytes, chunks := int(src.Bytes()), 0
+	if (src.Addr|dst.Addr)%16 == 0 {
 		chunks = bytes / 16
 	}
 	words := bytes / 4
-	blocks := min(ceil(max(chunks, words-4*chunks), copySmallThreads), copySmallBlocks)
-	return launch(l, o.Name(), copySmallKernel, grid{x: blocks, threads: copySmallThreads, noOverlap: true}, &copyArgs{
-		src: address(&o.Src), dst: address(&o.Dst), chunks: int32(chunks), words: int32(words),
-	})
+	return copyPartArgs{src: address(src), dst: address(dst), chunks: int32(chunks), words: int32(words)},
+		min(ceil(max(chunks, words-4*chunks), copySmallThreads), copySmallBlocks)
 }

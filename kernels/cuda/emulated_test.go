@@ -119,7 +119,7 @@ func awaited(op kernels.Op, early readEarly) (all []device.Range) {
 	case *kernels.AddRows:
 		add(&o.Src, &o.Dst)
 	case *kernels.Copy:
-		add(&o.Src, &o.Dst)
+		add(&o.Src, &o.Dst, &o.Src2, &o.Dst2)
 	case *kernels.Sample:
 		add(&o.Logits, &o.Temperature, &o.Seeds, &o.Samples, &o.Positions, &o.TopK, &o.TopP, &o.MinP, &o.Out)
 	case *kernels.Adjust:

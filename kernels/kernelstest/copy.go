@@ -70,6 +70,30 @@ func testCopy(r *rig) {
 			}
 		}
 	}
+	// Two at once, of 0 words too, to memory on either side.
+	for _, n := range [][2]int{{1, 1}, {2880, 1}, {3, 40000}, {0, 5}, {7, 0}, {9000, 20001}} {
+		for i, from := range spaces {
+			to := spaces[(i+1)%len(spaces)]
+			r.run(fmt.Sprintf("%v/%v-%v", n, from, to), func(r *rig) {
+				var srcs, dsts [2]tensor
+				var want [2][]byte
+				for j := range srcs {
+					srcs[j], dsts[j] = r.denseIn(from, fmt.Sprint("Src", j), kernels.I32, n[j]), r.denseIn([]device.Space{to, from}[j], fmt.Sprint("Dst", j), kernels.I32, n[j])
+					want[j] = srcs[j].all()
+					for k := range want[j] {
+						want[j][k] = byte(r.rand.Uint32())
+					}
+					dsts[j].writes()
+				}
+				r.do(&kernels.Copy{Src: srcs[0].Tensor, Dst: dsts[0].Tensor, Src2: srcs[1].Tensor, Dst2: dsts[1].Tensor})
+				for j := range dsts {
+					if got := dsts[j].buffer.after[dsts[j].offset():][:len(want[j])]; !bytes.Equal(got, want[j]) {
+						r.Fatalf("copy %d differs from what was copied", j)
+					}
+				}
+			})
+		}
+	}
 	r.run("nothing", func(r *rig) {
 		r.do(&kernels.Copy{Src: kernels.New(0, kernels.F32, 0), Dst: kernels.New(0, kernels.F32, 0)})
 	})

@@ -65,9 +65,14 @@ KERNEL(128, 1) add_rows(const add_rows_args a) {
   store_chunk(to, pack(v));
 }
 
-struct copy_args {
+struct copy_part_args {
   u64 src, dst;
   int chunks, words;  // of 16 bytes, where both addresses are multiples of that, and of 4, in all
+};
+
+struct copy_args {
+  copy_part_args first, second;
+  int blocks;  // of the first, in front of those of the second
 };
 
 constexpr int copy_small_threads = 256;
@@ -75,7 +80,10 @@ constexpr int copy_small_threads = 256;
 // Launched without overlap with the kernel behind it, which may read what is written before it waits.
 KERNEL(256, 1) copy_small(const copy_args a) {
   begin();
-  int first = blockIdx.x * copy_small_threads + threadIdx.x, step = gridDim.x * copy_small_threads;
-  for (int i = first; i < a.chunks; i += step) store_chunk((uint4 *)a.dst + i, load_streaming((const uint4 *)a.src + i));
-  for (int i = 4 * a.chunks + first; i < a.words; i += step) ((u32 *)a.dst)[i] = ((const u32 *)a.src)[i];
+  bool second = blockIdx.x >= a.blocks;
+  const copy_part_args part = second ? a.second : a.first;
+  int block = second ? blockIdx.x - a.blocks : blockIdx.x, blocks = second ? gridDim.x - a.blocks : a.blocks;
+  int first = block * copy_small_threads + threadIdx.x, step = blocks * copy_small_threads;
+  for (int i = first; i < part.chunks; i += step) store_chunk((uint4 *)part.dst + i, load_streaming((const uint4 *)part.src + i));
+  for (int i = 4 * part.chunks + first; i < part.words; i += step) ((u32 *)part.dst)[i] = ((const u32 *)part.src)[i];
 }

@@ -80,11 +80,15 @@
   FIELD(add_rows_args, src) \
   FIELD(add_rows_args, dst) \
   FIELD(add_rows_args, columns) \
+  STRUCT(copy_part_args) \
+  FIELD(copy_part_args, src) \
+  FIELD(copy_part_args, dst) \
+  FIELD(copy_part_args, chunks) \
+  FIELD(copy_part_args, words) \
   STRUCT(copy_args) \
-  FIELD(copy_args, src) \
-  FIELD(copy_args, dst) \
-  FIELD(copy_args, chunks) \
-  FIELD(copy_args, words) \
+  FIELD(copy_args, first) \
+  FIELD(copy_args, second) \
+  FIELD(copy_args, blocks) \
   STRUCT(dense_args) \
   FIELD(dense_args, w) \
   FIELD(dense_args, x) \
