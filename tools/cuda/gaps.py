@@ -61,6 +61,7 @@ def build(out):
 
 
 def run(moeserve, folder, model, sequences="324", *more):
+    os.makedirs(folder, exist_ok=True)
     with tempfile.TemporaryDirectory() as work:
         library, recording = os.path.join(work, "activity.so"), os.path.join(work, "activity.csv")
         build(library)
