@@ -17,7 +17,7 @@
 #   whole-mixtral the same of Mixtral: 93 GB, of which host memory must hold up to 84 GiB
 #   cpu-experts   experts in host memory computed on the CPU: GB/s of weights read by threads and rows; decode steps of presets with
 #                 half of the experts in host memory, of 1 and 8 sequences, with --cpu-experts off, auto (also without dividing experts), 0.5 and 1, whose logits are
-#                 compared; fails where auto is 3 % slower than another: CPU_EXPERTS are the presets (default: qwen1.5-moe-a2.7b@0.5 mixtral-8x7b@0.5), LAYERS cuts them; CPU_CHOICES are the values of --cpu-experts
+#                 compared; fails where auto is 3 % slower than off or a fraction: CPU_EXPERTS are the presets (default: qwen1.5-moe-a2.7b@0.5 mixtral-8x7b@0.5), LAYERS cuts them; CPU_CHOICES are the values of --cpu-experts
 #   tiers         two GPUs: devicetest's peer part; fixtures with experts on the second GPU, whose memory is
 #                 revoked meanwhile; Qwen1.5-MoE, and Mixtral with half of its experts, in host memory and on the second GPU
 #                 (TIERS=tests: without these two)

@@ -80,7 +80,7 @@ DEVICE void load_matrices_transposed(u32 (&r)[4], const void *row) {
 
 // cp.async: copies bytes (0 to 16) of 16-byte aligned global memory to shared memory in the
 // background, padded with zeros to 16. L2 fetches the whole line of 128 bytes, of which warps copy all in turn: an LM head
-// reads 4.3 TB/s of weights with it, 3.5 without.
+// of 151,936 x 2,048 and one row, alone in a graph, reads 4.3 TB/s with it, 3.5 without.
 DEVICE void copy_async(void *shared, const void *global, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                :
