@@ -161,17 +161,25 @@ static inline void add_products(float *d, const four (&rows)[16], const float (&
 template <float (*widen)(u16)>
 static inline void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   simt::message m = {{a[0], a[1], a[2], a[3], b0, b1}};
-  const simt::message *all = simt::meet_warp(m);
+  const simt::product *p = simt::meet_warp(m, [](simt::product &p, const simt::message *all) {
+    float left[16][16];
+    alignas(16) float right[16][8];
+    for (int lane = 0; lane < 32; lane++)
+      for (int half = 0; half < 2; half++) {
+        const u32 *words = all[lane].words;
+        int at = lane / 4, k = lane % 4 * 2 + half;
+        for (int w = 0; w < 4; w++) left[at + w % 2 * 8][k + w / 2 * 8] = widen((u16)(words[w] >> half * 16));
+        for (int w = 0; w < 2; w++) right[k + w * 8][at] = widen((u16)(words[4 + w] >> half * 16));
+      }
+    for (int row = 0; row < 16; row++) {
+      four sums[2] = {};
+      for (int k = 0; k < 16; k++)
+        for (int i = 0; i < 2; i++) sums[i] += left[row][k] * *(const four *)&right[k][i * 4];
+      memcpy(p.at[row], sums, sizeof sums);
+    }
+  });
   int lane = simt::lane();
-  four rows[16];
-  float columns[16][2];
-  for (int k = 0; k < 16; k++) {
-    int at = k % 8 / 2, half = k % 2 * 16;
-    const u32 *row = all[lane / 4 * 4 + at].words + k / 8 * 2;
-    rows[k] = of_rows(widen((u16)(row[0] >> half)), widen((u16)(row[1] >> half)));
-    for (int i = 0; i < 2; i++) columns[k][i] = widen((u16)(all[(lane % 4 * 2 + i) * 4 + at].words[4 + k / 8] >> half));
-  }
-  add_products(d, rows, columns);
+  for (int i = 0; i < 4; i++) d[i] += p->at[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
 }
 
 static inline void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply<from_bf16>(d, a, b0, b1); }

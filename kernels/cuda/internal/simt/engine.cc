@@ -21,7 +21,9 @@ __thread size_t shared_bytes;
 
 namespace {
 
-constexpr size_t stack_bytes = 256 << 10, page = 4096;
+// No power of two, and no multiple of a page: the tops of all stacks would share a few places of the
+// processor's caches.
+constexpr size_t stack_bytes = (260 << 10) + 17 * 64, page = 4096;
 constexpr unsigned most_threads = 1024;
 
 struct pending_copy {
@@ -45,6 +47,9 @@ struct pending_product {
 struct fiber {
   void *stack_pointer;
   bool done;
+  // What it waits for: that *word & mask is no longer was; null: nothing.
+  const unsigned *word;
+  unsigned mask, was;
   std::vector<pending_copy> copies;
   int groups;  // committed
   std::vector<pending_product> products;
@@ -70,6 +75,7 @@ struct warp {
   int arrived;
   unsigned meetings;
   message brought[2][32];
+  product products[2];
 };
 
 struct warp_group {
@@ -93,7 +99,8 @@ __thread warp_group named[16];
 // nothing more without.
 __thread const simt_range *awaited;
 __thread size_t awaited_count;
-__thread bool in_front, waited;
+__thread unsigned in_front;
+__thread bool waited;
 __thread unsigned char *stacks;
 __thread unsigned char *statics, *statics_end;  // where static shared memory lies
 __thread void *scheduler;                       // its stack pointer
@@ -125,11 +132,27 @@ simt_switch:
   popq %r12
   popq %rbx
   popq %rbp
-  ret
+  popq %rcx  # a jump is predicted, a return from another stack never
+  jmp *%rcx
   .size simt_switch, .-simt_switch
 )");
 
-void yield() { simt_switch(&own->fibers[current].stack_pointer, scheduler); }
+// Gives way to other threads while *word & mask is was, if it is now.
+void wait_while(const unsigned *word, unsigned was, unsigned mask = ~0u) {
+  if ((*word & mask) != was) return;
+  fiber &f = own->fibers[current];
+  f.word = word, f.mask = mask, f.was = was;
+  simt_switch(&f.stack_pointer, scheduler);
+  f.word = nullptr;
+}
+
+// Ends a thread.
+void leave() {
+  fiber &f = own->fibers[current];
+  f.done = true;
+  simt_switch(&f.stack_pointer, scheduler);
+  __builtin_unreachable();
+}
 
 }  // namespace
 
@@ -148,17 +171,15 @@ void body() {
   fiber &f = own->fibers[current];
   if (!f.copies.empty()) fail("thread %u ends with %zu copies under way", current, f.copies.size());
   if (!f.products.empty()) fail("thread %u ends with %zu products under way", current, f.products.size());
-  f.done = true;
   events++;
   alive--;
   if (alive > 0 && arrived == alive) arrived = 0, meetings++;
-  yield();
-  __builtin_unreachable();
+  leave();
 }
 
 void prepare(unsigned i) {
   fiber &f = own->fibers[i];
-  f.done = false, f.groups = f.product_groups = 0;
+  f.done = false, f.word = nullptr, f.groups = f.product_groups = 0;
   f.copies.clear(), f.products.clear();
   void **top = (void **)(stacks + (i + 1) * stack_bytes);
   top -= 2;  // so that body starts as if called
@@ -249,10 +270,13 @@ bool run_block() {
   for (unsigned i = 0; i < threads / 32; i++) own->warps[i].arrived = 0;
   while (alive > 0) {
     uint64_t before = events;
-    unsigned start = random() % threads, backwards = random() & 1;
+    unsigned next = random() % threads, backwards = random() & 1;
     for (unsigned i = 0; i < threads; i++) {
-      current = (start + (backwards ? threads - i : i)) % threads;
-      if (!own->fibers[current].done) simt_switch(&scheduler, own->fibers[current].stack_pointer);
+      current = next;
+      next = backwards ? (next == 0 ? threads : next) - 1 : (next + 1 == threads ? 0 : next + 1);
+      const fiber &f = own->fibers[current];
+      if (f.done || (f.word && (*f.word & f.mask) == f.was)) continue;
+      simt_switch(&scheduler, f.stack_pointer);
     }
     if (problem[0]) break;
     if (in_front && events == before) hide(false);
@@ -278,7 +302,7 @@ void meet_block() {
     arrived = 0, meetings++;
     return;
   }
-  for (unsigned m = meetings; m == meetings;) yield();
+  wait_while(&meetings, meetings);
 }
 
 const message *meet_warp(const message &m) {
@@ -289,13 +313,26 @@ const message *meet_warp(const message &m) {
   if (++w.arrived == 32)
     w.arrived = 0, w.meetings++;
   else
-    while (w.meetings == now) yield();
+    wait_while(&w.meetings, now);
   return w.brought[now & 1];
+}
+
+const product *meet_warp(const message &m, void (*last)(product &p, const message *all)) {
+  warp &w = own->warps[current / 32];
+  unsigned now = w.meetings;
+  w.brought[now & 1][current % 32] = m;
+  events++;
+  if (++w.arrived == 32) {
+    last(w.products[now & 1], w.brought[now & 1]);
+    w.arrived = 0, w.meetings++;
+  } else
+    wait_while(&w.meetings, now);
+  return &w.products[now & 1];
 }
 
 void wait_dependencies() {
   waited = true;
-  while (in_front) yield();
+  wait_while(&in_front, 1);
 }
 
 void fail_shared(const void *p, size_t bytes) {
@@ -370,7 +407,7 @@ void barrier_wait(unsigned long long *barrier, uint32_t parity) {
     barrier_state b;
     memcpy(&b, barrier, sizeof b);
     if (b.phase != parity) return;
-    yield();
+    wait_while((const unsigned *)barrier + 1, b.phase, 1);  // phase is its lowest bit
   }
 }
 
@@ -411,7 +448,7 @@ void meet_group() {
     g.arrived = 0, g.meetings++;
     return;
   }
-  for (unsigned m = g.meetings; m == g.meetings;) yield();
+  wait_while(&g.meetings, g.meetings);
 }
 
 void named_arrive(int id, int threads) {
@@ -423,7 +460,7 @@ void named_arrive(int id, int threads) {
 void named_sync(int id, int threads) {
   unsigned m = named[id].meetings;
   named_arrive(id, threads);
-  while (m == named[id].meetings) yield();
+  wait_while(&named[id].meetings, m);
 }
 
 void multiply_later(void (*run)(float *d, unsigned long long a, unsigned long long b), float *d, unsigned long long a, unsigned long long b) {
@@ -466,7 +503,7 @@ extern "C" void __ubsan_handle_type_mismatch_v1(void *where, void *p) {
   } at;
   memcpy(&at, where, sizeof at);
   fail("thread %u: %s:%u: an access at %p, which is not aligned", current, at.file, at.line, p);
-  for (;;) yield();
+  leave();
 }
 
 const simt_kernel *const tables[] = {simt_bf16, simt_f16, simt_faults};

@@ -25,6 +25,9 @@ struct index {
 struct message {
   uint32_t words[6];
 };
+struct product {
+  float at[16][8];
+};
 
 constexpr size_t shared_room = 256 << 10;
 extern __thread index block_index, block_size, grid_size;
@@ -39,6 +42,8 @@ inline unsigned char *shared_memory() { return shared_end - shared_bytes; }
 // each lane brought, valid until the lane's next meeting but one.
 void meet_block();
 const message *meet_warp(const message &m);
+// Likewise, and the last lane to come computes a product for all.
+const product *meet_warp(const message &m, void (*last)(product &p, const message *all));
 void wait_dependencies();
 // bytes: a power of two, to which p is aligned
 void fail_shared(const void *p, size_t bytes);

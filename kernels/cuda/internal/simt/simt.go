@@ -28,6 +28,11 @@ func Launch(half bool, name string, args []byte, blocks [3]int, threads, shared 
 	return launch(number(half), name, args, blocks, threads, shared, seed, awaited...)
 }
 
+// Fault runs a kernel of faults.cc, with which the tests see that faults are found.
+func Fault(name string, args []byte, blocks [3]int, threads, shared int, seed uint64) error {
+	return launch(faults, name, args, blocks, threads, shared, seed)
+}
+
 func launch(of table, name string, args []byte, blocks [3]int, threads, shared int, seed uint64, awaited ...device.Range) error {
 	if err := checkArguments(of, name, len(args)); err != nil {
 		return err
