@@ -10,6 +10,7 @@ import (
 	"pgregory.net/rapid"
 
 	"github.com/moeserve/moeserve/device"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // market is a controller with two clients that compete for a peer's memory. What is revoked is
@@ -364,6 +365,7 @@ func TestDisplaceProgress(t *testing.T) {
 // TestDisplaceOscillation: where worths swing to and fro, faster or slower than memory stays,
 // the direction changes at most once per residence.
 func TestDisplaceOscillation(t *testing.T) {
+	racedetector.SkipSequential(t)
 	for _, period := range []time.Duration{200 * time.Millisecond, time.Second, 4 * time.Second, 20 * time.Second} {
 		t.Run(fmt.Sprint("period=", period), func(t *testing.T) {
 			m := newMarket(t.Fatalf, Options{})

@@ -54,6 +54,9 @@ func TestOffloadFraction(t *testing.T) {
 	want := generate(t, open(t, machine{options: emulated.Options{}}, nil))
 	for name, o := range map[string]emulated.Options{"virtual": linked(emulated.Random), "concurrent": {Check: true, GPUs: linked(0).GPUs}} {
 		t.Run(name, func(t *testing.T) {
+			if o.Virtual {
+				racedetector.SkipSequential(t)
+			}
 			t.Parallel()
 			n := open(t, machine{fraction: 0.5, options: o}, lends)
 			if o := n.Offloading(); o.Target != nil || o.TargetExtents != nil || o.Highest != 0.5 || o.Extents == 0 || o.Lowest != float64(24-o.Extents)/48 {
@@ -155,13 +158,14 @@ func TestOffloadFractionMeanwhile(t *testing.T) {
 // TestOffloadFractionAsleep: a target outlives sleep, and one that is set meanwhile is reached after
 // the wake.
 func TestOffloadFractionAsleep(t *testing.T) {
+	racedetector.SkipSequential(t) // in virtual time
 	want := generate(t, open(t, machine{options: emulated.Options{}}, nil))
 	n := open(t, machine{fraction: 0.5, options: linked(emulated.Random)}, lends)
 	setFraction(t, n, 0.25)
 	for _, c := range []struct {
 		level     sleeping.Level
 		meanwhile float64
-	}{{sleeping.Copy, 0.25}, {sleeping.Drop, 0.25}, {sleeping.Copy, 0.375}, {sleeping.Drop, 0.125}}[:racedetector.Fewer(4, 2)] {
+	}{{sleeping.Copy, 0.25}, {sleeping.Drop, 0.25}, {sleeping.Copy, 0.375}, {sleeping.Drop, 0.125}} {
 		reach(t, n, *n.Offloading().Target, want)
 		if _, err := n.Sleep(t.Context(), c.level, engine.PauseWait); err != nil {
 			t.Fatal(err)

@@ -17,6 +17,7 @@ import (
 	"github.com/moeserve/moeserve/experts"
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/node/fault"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // calibrated writes a hardware file for GPU 0 of a machine of four, by which small copies are relayed.
@@ -139,7 +140,7 @@ func TestHostPathsFaults(t *testing.T) {
 			m.Inject(&emulated.Fault{Kind: emulated.StallCopy, Times: 5, For: 20 * time.Millisecond, Match: func(p emulated.Point) bool { return p.To == device.HBM(1) }})
 		},
 	} {
-		for seed := range uint64(2) {
+		for seed := range uint64(racedetector.Fewer(2, 1)) { // in virtual time
 			t.Run(fmt.Sprintf("%s/%d", name, seed), func(t *testing.T) {
 				t.Parallel()
 				var m *emulated.Machine
@@ -179,6 +180,7 @@ func TestHostPathsFaults(t *testing.T) {
 
 // TestHostPathsRestored: a relay whose memory was revoked has none of it, and works again when there is room.
 func TestHostPathsRestored(t *testing.T) {
+	racedetector.SkipSequential(t) // in virtual time
 	var m *emulated.Machine
 	s := configs.Defaults()
 	s.Offload.Fraction, s.Offload.Tier, s.Harvest.Cooldown, s.Plan.Hardware = 1, configs.HostTier, "20ms", calibrated(t, 1)
@@ -300,6 +302,7 @@ func TestHostPathsRefused(t *testing.T) {
 // TestHostPathsRate: a step that waits for experts from the host takes as long as the links that are used
 // together need, whatever they share, and beside a copy of another program on one of them.
 func TestHostPathsRate(t *testing.T) {
+	racedetector.SkipSequential(t) // in virtual time
 	const pcie, nvlink = 55e9, 395e9
 	second := emulated.Span{Until: time.Hour}
 	for _, c := range []struct {

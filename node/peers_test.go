@@ -20,6 +20,7 @@ import (
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/node/fault"
 	"github.com/moeserve/moeserve/node/observe"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // linked is a virtual machine on which time goes by.
@@ -58,6 +59,9 @@ func TestTiers(t *testing.T) {
 				continue // when experts move is then a matter of the wall clock
 			}
 			t.Run(fmt.Sprintf("%s/virtual %v", c.name, o.Virtual), func(t *testing.T) {
+				if o.Virtual {
+					racedetector.SkipSequential(t)
+				}
 				n := open(t, machine{fraction: 0.5, options: o}, c.change)
 				if got := generate(t, n); got != want {
 					t.Errorf("tokens %s, want %s", got, want)

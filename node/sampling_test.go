@@ -14,6 +14,7 @@ import (
 	"github.com/moeserve/moeserve/node"
 	"github.com/moeserve/moeserve/pipeline"
 	"github.com/moeserve/moeserve/tools/fixtures"
+	"github.com/moeserve/moeserve/tools/racedetector"
 )
 
 // drawing is a prompt that is gone on from, with every way of drawing.
@@ -149,6 +150,7 @@ func report(all []*drawing) string {
 // TestSameSamples: a prompt gets the same tokens and log-probabilities, bit for bit, alone
 // and in a batch, whatever the chunks and the micro-batches.
 func TestSameSamples(t *testing.T) {
+	racedetector.SkipSequential(t) // in virtual time
 	for _, name := range []string{"mixtral", "qwen2_moe_sparse_step"} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

@@ -96,6 +96,9 @@ func TestSleepSameTokens(t *testing.T) {
 	} {
 		for _, o := range []emulated.Options{linked(emulated.Random), {Check: true, GPUs: linked(emulated.Random).GPUs}} {
 			t.Run(fmt.Sprintf("%s/virtual %t", name, o.Virtual), func(t *testing.T) {
+				if o.Virtual {
+					racedetector.SkipSequential(t)
+				}
 				t.Parallel()
 				n := open(t, machine{fraction: x.fraction, options: o}, x.change)
 				want := tokensOf(t, n)

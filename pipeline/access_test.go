@@ -103,6 +103,7 @@ func TestInPlaceTokens(t *testing.T) {
 // TestInPlaceFailures: copies of step metadata fail at random, and a peer is lost while steps
 // read its memory: no result changes, and the peer is not read again.
 func TestInPlaceFailures(t *testing.T) {
+	racedetector.SkipSequential(t) // in virtual time
 	const steps = 120
 	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{}).generate(4, steps, nil)
 	for _, graphs := range []int{-1, 4} {
@@ -142,6 +143,7 @@ func TestInPlaceFailures(t *testing.T) {
 // TestAutoAccessSameResults: whatever is chosen from step to step, by a model and by times that the
 // devices' rates make differ from it, the results are the same; both ways occur.
 func TestAutoAccessSameResults(t *testing.T) {
+	racedetector.SkipSequential(t) // in virtual time
 	const steps = 150
 	want := newRig(t, "mixtral", 0, emulated.Options{Virtual: true}, Options{}).generate(4, steps, nil)
 	m := accessModel(1, 1)

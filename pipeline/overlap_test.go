@@ -16,6 +16,7 @@ import (
 	"github.com/moeserve/moeserve/kernels/cpu"
 	"github.com/moeserve/moeserve/kvcache"
 	"github.com/moeserve/moeserve/models"
+	"github.com/moeserve/moeserve/tools/racedetector"
 	"github.com/moeserve/moeserve/transfer"
 )
 
@@ -59,6 +60,7 @@ const microBatchTokens = 324
 
 func newTimed(t *testing.T, c cell) *timed {
 	t.Helper()
+	racedetector.SkipSequential(t) // in virtual time
 	x := &timed{T: t, links: map[experts.Tier]emulated.Link{
 		experts.Host: {BytesPerSecond: 55.3e9, Latency: 8 * time.Microsecond},
 		experts.Peer: {BytesPerSecond: 395e9, Latency: 9 * time.Microsecond},

@@ -325,6 +325,7 @@ func (s *shared) follows(phase int) time.Duration {
 // other and back. No fixed split of the memory saves as much, and the memory follows within a
 // stated time.
 func TestSharedMemory(t *testing.T) {
+	racedetector.SkipSequential(t) // in virtual time
 	var table strings.Builder
 	fmt.Fprintln(&table, "| memory | experts' phase | KV's phase | experts' phase | all |\n|---|---|---|---|---|")
 	run := func(name string, o harvest.Options) (s *shared, all float64) {
@@ -338,7 +339,7 @@ func TestSharedMemory(t *testing.T) {
 		return s, all
 	}
 	best := 0.0
-	for _, n := range sharedParts[:racedetector.Fewer(len(sharedParts), 0)] {
+	for _, n := range sharedParts {
 		quota := map[string]int64{"experts": shareLent * int64(n) / 8, "kv": shareLent * int64(8-n) / 8}
 		_, all := run(fmt.Sprintf("%d of 8 for experts", n), harvest.Options{DisplaceFactor: -1, Policy: harvest.NewFairness(harvest.FairnessOptions{Quotas: quota})})
 		best = max(best, all)

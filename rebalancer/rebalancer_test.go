@@ -22,6 +22,7 @@ import (
 	"github.com/moeserve/moeserve/harvest"
 	"github.com/moeserve/moeserve/kernels"
 	"github.com/moeserve/moeserve/rebalancer"
+	"github.com/moeserve/moeserve/tools/racedetector"
 	"github.com/moeserve/moeserve/transfer"
 )
 
@@ -110,6 +111,9 @@ func (o rigOptions) topology() *device.Topology {
 
 func newRig(t *testing.T, o rigOptions) *rig {
 	t.Helper()
+	if o.machine.Virtual {
+		racedetector.SkipSequential(t)
+	}
 	if o.peers == nil {
 		o.peers = []int{16, 8}
 	}
