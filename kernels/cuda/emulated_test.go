@@ -7,6 +7,7 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"fmt"
 	"math"
 	"math/rand/v2"
 	"strings"
@@ -172,8 +173,8 @@ func (r *simtRunner) launch(s device.Stream, k kernelID, g grid, args []byte) er
 	r.seed++
 	seed := r.seed
 	var ranges []device.Range
+	var early readEarly
 	if r.op != nil {
-		var early readEarly
 		if kernel.file == "expert.cu" {
 			early.lists = (*expertArgs)(unsafe.Pointer(&copied[0])).listsReady != 0
 			early.slots = strings.HasSuffix(kernel.name, "_few")
@@ -188,7 +189,12 @@ func (r *simtRunner) launch(s device.Stream, k kernelID, g grid, args []byte) er
 		if attention != nil && attention.PastReady {
 			ranges = append(ranges, appended(attention)...)
 		}
-		return simt.Launch(r.half, kernel.name, copied, [3]int{g.x, g.y, g.z}, g.threads, g.shared, seed, ranges...)
+		launched, err := simt.Launch(r.half, kernel.name, copied, [3]int{g.x, g.y, g.z}, g.threads, g.shared, seed, ranges...)
+		if err == nil && launched && kernel.file == "expert.cu" && !early.lists {
+			// The way down reads lists before it waits: those of the kernels in front of the way up.
+			err = fmt.Errorf("%s lets the next kernel start before it has waited for its lists", kernel.name)
+		}
+		return err
 	}})
 }
 

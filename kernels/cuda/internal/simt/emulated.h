@@ -249,7 +249,7 @@ static inline void store_if(bool condition, void *p, const uint2 &v) {
 static inline void prefetch(const void *p) { simt::check_global(p, 1); }
 
 // A launch may have memory that kernels in front are still to write, see simt.Launch.
-static inline void launch_dependents() {}
+static inline void launch_dependents() { simt::launch_dependents(); }
 static inline void wait_dependencies() { simt::wait_dependencies(); }
 static inline void begin() { wait_dependencies(); }
 template <class T>

@@ -100,7 +100,7 @@ __thread warp_group named[16];
 __thread const simt_range *awaited;
 __thread size_t awaited_count;
 __thread unsigned in_front;
-__thread bool waited;
+__thread bool waited, launched_early;
 __thread unsigned char *stacks;
 __thread unsigned char *statics, *statics_end;  // where static shared memory lies
 __thread void *scheduler;                       // its stack pointer
@@ -330,6 +330,8 @@ const product *meet_warp(const message &m, void (*last)(product &p, const messag
   return &w.products[now & 1];
 }
 
+void launch_dependents() { launched_early |= in_front != 0; }
+
 void wait_dependencies() {
   waited = true;
   wait_while(&in_front, 1);
@@ -516,6 +518,8 @@ extern "C" int64_t simt_argument_bytes(int table, const char *name) {
 
 extern "C" simt_field simt_argument_field(int table, size_t i) { return (table == 0 ? simt_bf16_fields : simt_f16_fields)[i]; }
 
+extern "C" int simt_launched_early(void) { return launched_early; }
+
 extern "C" const char *simt_launch(int table, const char *name, const void *args, const unsigned *blocks, unsigned threads,
                                    size_t shared, uint64_t seed, const simt_range *ranges, size_t n) {
   problem[0] = 0;
@@ -538,6 +542,7 @@ extern "C" const char *simt_launch(int table, const char *name, const void *args
   }
   arguments = args;
   awaited = ranges, awaited_count = n;
+  launched_early = false;
   shared_bytes = (shared + 127) / 128 * 128;
   random_state = seed;
   block_size = {threads, 1, 1};

@@ -44,6 +44,7 @@ void meet_block();
 const message *meet_warp(const message &m);
 // Likewise, and the last lane to come computes a product for all.
 const product *meet_warp(const message &m, void (*last)(product &p, const message *all));
+void launch_dependents();
 void wait_dependencies();
 // bytes: a power of two, to which p is aligned
 void fail_shared(const void *p, size_t bytes);

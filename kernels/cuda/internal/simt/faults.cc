@@ -88,11 +88,22 @@ KERNEL(32, 1) copy_from_shared_late(const fault_args) {
   copy_wait<0>();
 }
 
+KERNEL(32, 1) launches_early(const fault_args) {
+  if (threadIdx.x == 5) launch_dependents();
+  begin();
+}
+
+KERNEL(32, 1) launches_late(const fault_args) {
+  begin();
+  launch_dependents();
+}
+
 }  // namespace
 
 #define ENTRY(name) {#name, simt::call<fault_args, name>, sizeof(fault_args)}
 extern const simt_kernel simt_faults[] = {
     ENTRY(well_behaved), ENTRY(unaligned_load), ENTRY(unaligned_store), ENTRY(store_to_shared), ENTRY(store_to_static_shared), ENTRY(store_to_own),
     ENTRY(load_of_shared), ENTRY(prefetch_of_static_shared), ENTRY(copy_from_shared), ENTRY(store_to_own_late), ENTRY(copy_from_shared_late),
+    ENTRY(launches_early), ENTRY(launches_late),
     {nullptr, nullptr, 0},
 };

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"unsafe"
 
+	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels/cuda/internal/simt"
 )
 
@@ -45,6 +46,23 @@ func testFaults(t *testing.T) {
 	}
 }
 
+// A kernel that lets the next one start before it has waited itself is found.
+func TestLaunchedEarly(t *testing.T) {
+	data := make([]byte, 1<<16)
+	at := (uintptr(unsafe.Pointer(unsafe.SliceData(data))) + 15) &^ 15
+	args := *(*[8]byte)(unsafe.Pointer(&at))
+	for _, c := range []struct {
+		name  string
+		early bool
+	}{{"well_behaved", false}, {"launches_early", true}, {"launches_late", false}} {
+		early, err := simt.Fault(c.name, args[:], [3]int{3, 1, 1}, 64, 2048, 1, device.Range{Addr: device.Addr(at), Bytes: 1024})
+		if err != nil || early != c.early {
+			t.Errorf("%s: early is %v, want %v: %v", c.name, early, c.early, err)
+		}
+	}
+	data[0] = 1 // it is there until now
+}
+
 // Launches have their own faults, also long ones, behind which the Go runtime moves goroutines to other threads.
 func TestFaultsOfLongLaunches(t *testing.T) {
 	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(2)) // fewer than goroutines
@@ -67,7 +85,7 @@ func testLaunch(t *testing.T, name, want string, blocks int) {
 	data := make([]byte, 1<<16) // pages of its own
 	at := (uintptr(unsafe.Pointer(unsafe.SliceData(data))) + 15) &^ 15
 	args := *(*[8]byte)(unsafe.Pointer(&at))
-	err := simt.Fault(name, args[:], [3]int{blocks, 1, 1}, 32, 1024, 1)
+	_, err := simt.Fault(name, args[:], [3]int{blocks, 1, 1}, 32, 1024, 1)
 	if want == "" && err != nil || want != "" && (err == nil || !strings.Contains(err.Error(), want)) {
 		t.Errorf("%s: %v, want %q", name, err, want)
 	}

@@ -23,19 +23,20 @@ import (
 // bytes of dynamic shared memory each, to its end. half says for which activation
 // type it is compiled; seed decides in which order threads run. The kernels in front are
 // still to write awaited: its bytes are all ones until the threads of a block can do
-// nothing more before they have waited. Several goroutines may launch at once.
-func Launch(half bool, name string, args []byte, blocks [3]int, threads, shared int, seed uint64, awaited ...device.Range) error {
+// nothing more before they have waited. early: the kernel behind may start before that, as launch_dependents came before
+// the wait. Several goroutines may launch at once.
+func Launch(half bool, name string, args []byte, blocks [3]int, threads, shared int, seed uint64, awaited ...device.Range) (early bool, err error) {
 	return launch(number(half), name, args, blocks, threads, shared, seed, awaited...)
 }
 
 // Fault runs a kernel of faults.cc, with which the tests see that faults are found.
-func Fault(name string, args []byte, blocks [3]int, threads, shared int, seed uint64) error {
-	return launch(faults, name, args, blocks, threads, shared, seed)
+func Fault(name string, args []byte, blocks [3]int, threads, shared int, seed uint64, awaited ...device.Range) (early bool, err error) {
+	return launch(faults, name, args, blocks, threads, shared, seed, awaited...)
 }
 
-func launch(of table, name string, args []byte, blocks [3]int, threads, shared int, seed uint64, awaited ...device.Range) error {
+func launch(of table, name string, args []byte, blocks [3]int, threads, shared int, seed uint64, awaited ...device.Range) (early bool, err error) {
 	if err := checkArguments(of, name, len(args)); err != nil {
-		return err
+		return false, err
 	}
 	n := C.CString(name)
 	defer C.free(unsafe.Pointer(n))
@@ -50,9 +51,9 @@ func launch(of table, name string, args []byte, blocks [3]int, threads, shared i
 	defer runtime.UnlockOSThread()
 	problem := C.simt_launch(C.int(of), n, a, &grid[0], C.unsigned(threads), C.size_t(shared), C.uint64_t(seed), unsafe.SliceData(ranges), C.size_t(len(ranges)))
 	if problem != nil {
-		return fmt.Errorf("simt: %s: %s", name, C.GoString(problem))
+		return false, fmt.Errorf("simt: %s: %s", name, C.GoString(problem))
 	}
-	return nil
+	return C.simt_launched_early() != 0, nil
 }
 
 // Arguments are the structs of kernels' arguments as the compiler has laid them out, for

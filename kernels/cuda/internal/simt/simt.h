@@ -17,6 +17,8 @@ typedef struct {
    2, what this package is tested with. */
 const char *simt_launch(int table, const char *name, const void *args, const unsigned *blocks, unsigned threads, size_t shared,
                         uint64_t seed, const simt_range *awaited, size_t n);
+/* Whether the latest launch of this thread has let the kernels behind start before those in front had written what it awaits. */
+int simt_launched_early(void);
 /* The size of a kernel's arguments, -1 if there is no such kernel. */
 int64_t simt_argument_bytes(int table, const char *name);
 /* Field i of the structs of arguments as compiled into table 0 or 1, each struct before its fields; args is NULL behind
