@@ -80,18 +80,21 @@ func TestPrefixCacheChangesNoToken(t *testing.T) {
 	}
 }
 
-// failKVCopies has copies of KV blocks from and to tiers fail, with that chance. It returns a function
-// that stops that and says how many have failed.
+// failKVCopies has copies of KV blocks from and to tiers fail, with that chance and the third for sure: how many there
+// are differs from run to run. It returns a function that stops that and says how many have failed.
 func failKVCopies(m *emulated.Machine, chance float64) (failed func() int) {
-	f := emulated.Fault{Kind: emulated.FailCopy, Times: -1, Chance: chance, Match: func(p emulated.Point) bool {
+	match := func(p emulated.Point) bool {
 		peer := p.To != device.Host && p.To != device.HBM(0)
 		return p.Stream != "compute" && (strings.HasPrefix(p.Label, "kv ") || peer)
-	}}
+	}
+	some := emulated.Fault{Kind: emulated.FailCopy, Times: -1, Chance: chance, Match: match}
+	third := emulated.Fault{Kind: emulated.FailCopy, Skip: 2, Match: match}
 	if chance == 0 {
 		return func() int { return 0 }
 	}
-	m.Inject(&f)
-	return func() int { f.Release(); return f.Hits() }
+	m.Inject(&third)
+	m.Inject(&some)
+	return func() int { some.Release(); return some.Hits() + third.Hits() }
 }
 
 func testPrefixCacheChangesNoToken(t *testing.T, c cacheCase) {
