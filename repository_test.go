@@ -139,7 +139,7 @@ var imports = map[string]map[string]string{
 		"eval":      "what a result is of, and random prompts",
 		"untrusted": "printable names",
 	},
-	"eval/serving": {"eval": "what a result is of, and random prompts", "untrusted": "what is no JSON, in words"},
+	"eval/serving": {"eval": "what a result is of, and random prompts", "untrusted": "errors of JSON"},
 	"experts": {
 		"device":        "memory, streams and fences",
 		"device/trace":  "what a fetch is of, in traces",
@@ -372,7 +372,7 @@ var imports = map[string]map[string]string{
 		"kvcache":      "blocks of the sequences",
 		"models":       "the architecture it runs",
 	},
-	"planner": {"configs": "presets of hardware, and what policies say", "untrusted": "what is no JSON, in words"},
+	"planner": {"configs": "presets of hardware, and what policies say", "untrusted": "errors of JSON"},
 	"rebalancer": {
 		"device":  "peers, and the clock",
 		"experts": "what is moved, and how often it is used",

@@ -191,8 +191,8 @@ func (r *simtRunner) launch(s device.Stream, k kernelID, g grid, args []byte) er
 		}
 		launched, err := simt.Launch(r.half, kernel.name, copied, [3]int{g.x, g.y, g.z}, g.threads, g.shared, seed, ranges...)
 		if err == nil && launched && kernel.file == "expert.cu" && !early.lists {
-			// The way down reads lists before it waits: those of the kernels in front of the way up.
-			err = fmt.Errorf("%s lets the next kernel start before it has waited for its lists", kernel.name)
+			// The down projection may read the lists before its wait: they must be complete when it starts.
+			err = fmt.Errorf("%s calls launch_dependents before it has waited for its lists", kernel.name)
 		}
 		return err
 	}})
