@@ -183,8 +183,10 @@ func (m *Model) Buffers(b *Batch) AttentionBuffers { return m.ws.attention.Rows(
 
 // PostAttention applies the output projection to b's attention output, adds the result to the
 // residual and norms the sum. In an MoE layer it also runs the router, and the gate of the shared
-// expert, and with sorts does what SortByExpert does for b's tokens.
-func (m *Model) PostAttention(s device.Stream, layer int, b *Batch, sorts bool) error {
+// expert, and with sorts does what SortByExpert does for b's tokens. later, with sorts: the next Experts of the layer, for
+// the same tokens, enqueues the router's selection, which it may run at the same time; nothing between them reads that.
+func (m *Model) PostAttention(s device.Stream, layer int, b *Batch, sorts, later bool) error {
+	m.unrouted = false
 	if err := m.projectOutput(s, layer, b); err != nil || m.Config.Dense[layer] {
 		return err
 	}
@@ -192,13 +194,17 @@ func (m *Model) PostAttention(s device.Stream, layer int, b *Batch, sorts bool) 
 		return err
 	}
 	m.ops.route = m.route(layer, b, sorts)
-	m.runs = m.ops.route.Runs
+	m.runs, m.unrouted = m.ops.route.Runs, later && sorts && b.Rows == 1
+	if m.unrouted {
+		return nil
+	}
 	return m.enqueueLayer(s, layer, &m.ops.route)
 }
 
 // PostAttentionShared does what PostAttention, which sorts, and SharedExpert do for b's tokens, with the
 // same bits. The layer has a router and a shared expert, which may run at the same time.
 func (m *Model) PostAttentionShared(s device.Stream, layer int, b *Batch) error {
+	m.unrouted = false
 	if m.Config.Dense[layer] || m.Config.SharedWidth == 0 {
 		return fmt.Errorf("forward: layer %d has no router with a shared expert beside it", layer)
 	}

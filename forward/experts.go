@@ -40,7 +40,7 @@ func (m *Model) MLP(s device.Stream, layer int, r Span) error {
 // and Combine.
 func (m *Model) SortByExpert(s device.Stream, layer int, r Span) error {
 	at := &m.ws.routing
-	m.runs = kernels.Tensor{}
+	m.runs, m.unrouted = kernels.Tensor{}, false
 	m.ops.sort = kernels.SortByExpert{IDs: r.slice(at.ids, 1), Offsets: at.offsets, Order: r.slice(at.order, m.Config.TopK)}
 	return m.enqueueLayer(s, layer, &m.ops.sort)
 }
@@ -110,7 +110,20 @@ func (m *Model) ExpertColumns(s device.Stream, layer int, r Span, slots, list ke
 	up.ExpertGEMM = kernels.ExpertGEMM{
 		X: r.slice(m.ws.h, 1), Offsets: m.ws.routing.offsets, Order: order, Slots: slots, Experts: list, Layout: layout, Out: outputs, Columns: c, Runs: runs,
 	}
-	if err := m.enqueueLayer(s, layer, up); err != nil {
+	var err error
+	switch {
+	case !m.unrouted:
+		err = m.enqueueLayer(s, layer, up)
+	case runs.None(): // not all experts at once
+		if err = m.enqueueLayer(s, layer, &m.ops.route); err == nil {
+			err = m.enqueueLayer(s, layer, up)
+		}
+	default:
+		m.ops.routeUp.Route, m.ops.routeUp.Up = m.ops.route, *up
+		err = m.enqueueLayer(s, layer, &m.ops.routeUp)
+	}
+	m.unrouted = false
+	if err != nil {
 		return err
 	}
 	down.ExpertGEMM = up.ExpertGEMM

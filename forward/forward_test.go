@@ -229,7 +229,7 @@ func (r *rig) step(group ...*HostBatch) []Batch {
 			if shared {
 				check(r.t, m.PostAttentionShared(s, layer, b))
 			} else {
-				check(r.t, m.PostAttention(s, layer, b, len(batches) == 1))
+				check(r.t, m.PostAttention(s, layer, b, len(batches) == 1, r.routed == nil && layer%2 == 0))
 			}
 		}
 		if m.Config.Dense[layer] {

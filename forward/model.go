@@ -25,6 +25,8 @@ type Model struct {
 	ops     arguments
 	// runs is what the latest sorting of pairs by expert wrote to ws.routing.runs; none if it did not.
 	runs kernels.Tensor
+	// unrouted: PostAttention has left the router's selection, ops.route, to Experts.
+	unrouted bool
 }
 
 // arguments are the argument structs of a model's operations, reused by every call so that they
@@ -45,6 +47,7 @@ type arguments struct {
 	gated        kernels.GatedMatMul
 	routerGateUp kernels.RouterGateUp
 	routeDown    kernels.RouteDown
+	routeUp      kernels.RouteExpertUp
 	gather       kernels.Gather
 	mask         kernels.Mask
 	sample       kernels.Sample

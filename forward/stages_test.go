@@ -521,13 +521,13 @@ func TestRuns(t *testing.T) {
 	for _, rows := range []int{1, 3, kernels.MaxRunRows, kernels.MaxRunRows + 1} {
 		batch, few := Batch{Span: Span{Rows: rows}}, rows <= kernels.MaxRunRows
 		for name, sorts := range map[string]func() error{
-			"router":                          func() error { return m.PostAttention(nil, 0, &batch, true) },
+			"router":                          func() error { return m.PostAttention(nil, 0, &batch, true, false) },
 			"router beside the shared expert": func() error { return m.PostAttentionShared(nil, 0, &batch) },
 			"sorted later": func() error {
-				return errors.Join(m.PostAttention(nil, 0, &batch, false), m.SortByExpert(nil, 0, batch.Span))
+				return errors.Join(m.PostAttention(nil, 0, &batch, false, false), m.SortByExpert(nil, 0, batch.Span))
 			},
 			"sorted again": func() error {
-				return errors.Join(m.PostAttention(nil, 0, &batch, true), m.SortByExpert(nil, 0, batch.Span))
+				return errors.Join(m.PostAttention(nil, 0, &batch, true, false), m.SortByExpert(nil, 0, batch.Span))
 			},
 		} {
 			check(t, sorts())
@@ -584,7 +584,7 @@ func TestNoAllocations(t *testing.T) {
 			check(t, m.Embed(nil, &batch))
 			for layer := range c.Layers {
 				check(t, m.Attend(nil, layer, &batch, attention))
-				check(t, m.PostAttention(nil, layer, &batch, true))
+				check(t, m.PostAttention(nil, layer, &batch, true, false))
 				if c.Dense[layer] {
 					check(t, m.MLP(nil, layer, Span{Rows: 10}))
 					continue

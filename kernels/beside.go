@@ -1,5 +1,11 @@
 package kernels
 
+import (
+	"slices"
+
+	"github.com/moeserve/moeserve/device"
+)
+
 // RouterGateUp runs Router, which computes the scores of experts, and GateUp, the gate/up projection of
 // a shared expert, with the bits of both one after the other. A backend may run them at the same time, so
 // neither may write what the other one reads or writes. Check finds that of dense tensors only.
@@ -81,4 +87,65 @@ func (o *RouteDown) Check() error {
 func (o *RouteDown) Declare(d *Decl) {
 	o.Route.Declare(d)
 	o.Down.Declare(d)
+}
+
+// RouteExpertUp runs Route and Up, the gate/up projection of the experts that it selects, with the bits of both one
+// after the other. A backend may run them at the same time, so Route writes nothing that Up reads but Offsets, Order and
+// Runs, which are those of Up. Check finds that of dense tensors only. Logits stay as they are until the ExpertDown behind it
+// has ended, which may select by them, too.
+type RouteExpertUp struct {
+	Route Route
+	Up    ExpertUp
+}
+
+// Name implements Op.
+func (*RouteExpertUp) Name() string { return "route_expert_up" }
+
+// Check implements Op.
+func (o *RouteExpertUp) Check() error {
+	c := checker{op: "route_expert_up: Route"}
+	route, up := &o.Route, &o.Up
+	route.check(&c)
+	if c.ok() {
+		c.err = up.Check()
+	}
+	c.op = o.Name()
+	if c.ok() && (route.Order != up.Order || route.Offsets != up.Offsets || route.Runs != up.Runs) {
+		c.failf("Route has Order %v, Offsets %v and Runs %v, want those of Up: %v, %v and %v", route.Order, route.Offsets, route.Runs, up.Order, up.Offsets, up.Runs)
+	}
+	c.size("Up.X", &up.X, 0, route.Logits.Shape[0], "rows", "Route.Logits")
+	c.disjoint("Up.Out", &up.Out, "Route.Logits", &route.Logits)
+	for _, written := range [...]struct {
+		name string
+		t    *Tensor
+	}{
+		{"Route.IDs", &route.IDs},
+		{"Route.Weights", &route.Weights},
+		{"Route.Counts", &route.Counts},
+		{"Route.Offsets", &route.Offsets},
+		{"Route.Order", &route.Order},
+		{"Route.Runs", &route.Runs},
+	} {
+		c.disjoint(written.name, written.t, "Route.Logits", &route.Logits)
+		c.disjoint(written.name, written.t, "Up.X", &up.X)
+		c.disjoint(written.name, written.t, "Up.Slots", &up.Slots)
+		c.disjoint(written.name, written.t, "Up.Experts", &up.Experts)
+		c.disjoint(written.name, written.t, "Up.Out", &up.Out)
+	}
+	return c.err
+}
+
+// Declare implements Op. Reads do not have the lists that Route writes.
+func (o *RouteExpertUp) Declare(d *Decl) {
+	o.Route.Declare(d)
+	n := len(d.Reads)
+	o.Up.Declare(d)
+	lists := [...]device.Range{o.Route.Offsets.Range(), o.Route.Order.Range(), o.Route.Runs.Range()}
+	kept := d.Reads[:n]
+	for _, r := range d.Reads[n:] {
+		if !slices.Contains(lists[:], r) {
+			kept = append(kept, r)
+		}
+	}
+	d.Reads = kept
 }

@@ -26,6 +26,7 @@ type valid struct {
 	route     Route
 	router    RouterGateUp
 	routeDown RouteDown
+	routeUp   RouteExpertUp
 	group     SortByExpert
 	up        ExpertUp
 	down      ExpertDown
@@ -75,6 +76,8 @@ func newValid() *valid {
 	v.routeDown = RouteDown{v.route, v.matmul}
 	v.group = SortByExpert{v.route.IDs, v.tensor(I32, 9), v.tensor(I32, 6)}
 	v.up = ExpertUp{ExpertGEMM{v.tensor(F32, 3, 32), v.group.Offsets, v.group.Order, v.tensor(U64, 8), v.tensor(I32, 5), layout, v.tensor(F32, 6, 48), Columns{}, Tensor{}}}
+	v.routeUp = RouteExpertUp{v.route, v.up}
+	v.routeUp.Up.Offsets, v.routeUp.Up.Order, v.routeUp.Up.Runs, v.routeUp.Up.Experts = v.route.Offsets, v.route.Order, v.route.Runs, v.tensor(I32, 8)
 	v.down = ExpertDown{ExpertGEMM{v.up.Out, v.group.Offsets, v.group.Order, v.up.Slots, v.up.Experts, layout, v.tensor(F32, 6, 32), Columns{}, Tensor{}}}
 	v.ffn = ExpertFFN{v.up.ExpertGEMM, v.tensor(I32, 5)}
 	v.ffn.Out = v.down.Out
@@ -105,7 +108,7 @@ func newValid() *valid {
 func (v *valid) all() []Op {
 	return []Op{
 		&v.embed, &v.norm, &v.matmul, &v.gated, &v.clamp, &v.rope, &v.append, &v.ropeKV, &v.attention, &v.together, &v.route, &v.router, &v.routeDown, &v.group,
-		&v.up, &v.down, &v.ffn, &v.combine, &v.combined, &v.silu, &v.gather, &v.copied, &v.added, &v.words, &v.sample,
+		&v.up, &v.routeUp, &v.down, &v.ffn, &v.combine, &v.combined, &v.silu, &v.gather, &v.copied, &v.added, &v.words, &v.sample,
 		&v.adjust, &v.restore, &v.mask, &v.probs,
 	}
 }
@@ -332,6 +335,12 @@ func TestCheckErrors(t *testing.T) {
 		}, "overlaps Router.X"},
 		{func(v *valid) Op { v.router.GateUp.Out.Addr = v.matmul.W.Addr; return &v.router }, "overlaps Router.W"},
 		{func(v *valid) Op { v.router.GateUp.Out.Addr = v.matmul.Bias.Addr; return &v.router }, "overlaps Router.Bias"},
+		{func(v *valid) Op { v.routeUp.Route.Method = 3; return &v.routeUp }, "kernels: route_expert_up: Route: Method is 3"},
+		{func(v *valid) Op { v.routeUp.Up.Order = v.tensor(I32, 6); return &v.routeUp }, "kernels: route_expert_up: Route has Order"},
+		{func(v *valid) Op { v.routeUp.Up.Out.Addr = v.route.Logits.Addr; return &v.routeUp }, "overlaps Route.Logits"},
+		{func(v *valid) Op { v.routeUp.Route.Weights.Addr = v.route.Logits.Addr; return &v.routeUp }, "overlaps Route.Logits"},
+		{func(v *valid) Op { v.routeUp.Route.IDs.Addr = v.routeUp.Up.X.Addr; return &v.routeUp }, "overlaps Up.X"},
+		{func(v *valid) Op { v.routeUp.Route.Counts.Addr = v.routeUp.Up.Slots.Addr; return &v.routeUp }, "overlaps Up.Slots"},
 		{func(v *valid) Op { v.routeDown.Route.Method = 3; return &v.routeDown }, "kernels: route_down: Route: Method is 3"},
 		{func(v *valid) Op { v.routeDown.Down.Bias = v.tensor(BF16, 7); return &v.routeDown }, "kernels: route_down: Down: Bias is bfloat16[7], want 8 elements"},
 		{func(v *valid) Op { v.routeDown.Down.Out.Addr = v.route.Logits.Addr; return &v.routeDown }, "kernels: route_down: Down.Out [0x"},
@@ -516,7 +525,7 @@ func TestCheckErrors(t *testing.T) {
 
 func TestCheckWithoutTensors(t *testing.T) {
 	for _, op := range []Op{
-		&Embed{}, &Norm{}, &MatMul{}, &GatedMatMul{}, &Clamp{}, &RoPE{}, &AppendKV{}, &RoPEAppendKV{}, &Attention{}, &RoPEAttention{}, &Route{}, &RouterGateUp{}, &RouteDown{}, &SortByExpert{},
+		&Embed{}, &Norm{}, &MatMul{}, &GatedMatMul{}, &Clamp{}, &RoPE{}, &AppendKV{}, &RoPEAppendKV{}, &Attention{}, &RoPEAttention{}, &Route{}, &RouterGateUp{}, &RouteDown{}, &RouteExpertUp{}, &SortByExpert{},
 		&ExpertUp{}, &ExpertDown{}, &Combine{}, &CombineNorm{}, &SiluMul{}, &Gather{}, &CopyBlocks{}, &AddRows{}, &ExpertFFN{}, &Copy{}, &Sample{}, &Adjust{}, &Restore{}, &Mask{}, &LogProbs{},
 	} {
 		if err := op.Check(); err == nil || !strings.HasPrefix(err.Error(), "kernels: "+op.Name()+": ") || !strings.Contains(err.Error(), " is missing, want ") {

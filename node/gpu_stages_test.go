@@ -193,7 +193,7 @@ func (r *stages) run(ids []int32, long bool, chosen []choice) ([]float32, []choi
 	r.ok(m.Embed(s, &b))
 	for layer, dense := range r.config.Dense {
 		r.ok(m.Attend(s, layer, &b, attention))
-		r.ok(m.PostAttention(s, layer, &b, chosen == nil))
+		r.ok(m.PostAttention(s, layer, &b, chosen == nil, false))
 		if dense {
 			r.ok(m.MLP(s, layer, forward.Span{Rows: rows}))
 			continue

@@ -301,9 +301,16 @@ type countingBackend struct {
 }
 
 func (b countingBackend) Enqueue(s device.Stream, op kernels.Op) error {
-	if o, ok := op.(*kernels.ExpertUp); ok {
+	var up *kernels.ExpertUp
+	switch o := op.(type) {
+	case *kernels.ExpertUp:
+		up = o
+	case *kernels.RouteExpertUp:
+		up = &o.Up
+	}
+	if up != nil {
 		with := 0
-		if !o.Runs.None() {
+		if !up.Runs.None() {
 			with = 1
 		}
 		b.gateUps[with]++

@@ -28,7 +28,7 @@ type Backend struct {
 	*pool
 	shut  atomic.Bool
 	decls sync.Pool // *kernels.Decl
-	jobs  [29]sync.Pool
+	jobs  [30]sync.Pool
 	draws sync.Pool // *draws
 }
 
@@ -94,6 +94,11 @@ func (b *Backend) Enqueue(s device.Stream, op kernels.Op) error {
 		return enqueue(b, e, 27, op, o, (*Backend).routerGateUp, act{"Router.X", &o.Router.X})
 	case *kernels.RouteDown:
 		return enqueue(b, e, 28, op, o, (*Backend).routeDown, act{"Down.X", &o.Down.X})
+	case *kernels.RouteExpertUp:
+		if err := kernels.CheckRowMajor("cpu", o.Name(), o.Up.Layout); err != nil {
+			return err
+		}
+		return enqueue(b, e, 29, op, o, (*Backend).routeExpertUp, act{"Up.X", &o.Up.X})
 	case *kernels.SortByExpert:
 		return enqueue(b, e, 8, op, o, (*Backend).group, act{})
 	case *kernels.ExpertUp:

@@ -259,6 +259,13 @@ func (b *Backend) routeDown(o *kernels.RouteDown, access device.Access) error {
 	return b.matmul(&o.Down, access)
 }
 
+func (b *Backend) routeExpertUp(o *kernels.RouteExpertUp, access device.Access) error {
+	if err := b.route(&o.Route, access); err != nil {
+		return err
+	}
+	return b.expertUp(&o.Up, access)
+}
+
 func (b *Backend) matmul(o *kernels.MatMul, _ device.Access) error {
 	var bias []float32
 	if !o.Bias.None() {

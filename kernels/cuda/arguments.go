@@ -340,6 +340,13 @@ type expertArgs struct {
 	_          [8]byte
 }
 
+// routedExpertArgs has the layout of routed_expert_args in src/expert.cu: 384 bytes, fields at these.
+type routedExpertArgs struct {
+	expert expertArgs    // 0
+	route  routeSortArgs // 256
+	_      [40]byte
+}
+
 // fewArgs has the layout of few_args in src/few.cu: 72 bytes, fields at these.
 type fewArgs struct {
 	x         uint64 // 0

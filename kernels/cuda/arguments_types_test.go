@@ -27,6 +27,7 @@ var argumentTypes = map[string]reflect.Type{
 	"append_kv_args":      reflect.TypeFor[appendKVArgs](),
 	"rope_append_kv_args": reflect.TypeFor[ropeAppendKVArgs](),
 	"expert_args":         reflect.TypeFor[expertArgs](),
+	"routed_expert_args":  reflect.TypeFor[routedExpertArgs](),
 	"few_args":            reflect.TypeFor[fewArgs](),
 	"router_gate_up_args": reflect.TypeFor[routerGateUpArgs](),
 	"route_down_args":     reflect.TypeFor[routeDownArgs](),

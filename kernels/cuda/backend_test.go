@@ -375,6 +375,61 @@ func TestExpertShape(t *testing.T) {
 	}
 }
 
+// TestRouteExpertUpChoice holds when expert GEMMs select the experts of their only token themselves.
+func TestRouteExpertUpChoice(t *testing.T) {
+	for _, test := range []struct {
+		n, hidden, intermediate, experts, k int
+		edit                                func(o *kernels.RouteExpertUp)
+		want                                string
+	}{
+		{1, 4096, 14336, 8, 2, nil, "expert_up_alone_routed expert_down_alone_routed"}, // Mixtral
+		{1, 2048, 768, 128, 8, nil, "expert_up_64_routed expert_down_64_routed"},       // Qwen3-30B-A3B
+		{2, 2048, 768, 128, 8, nil, "route_sort expert_up_64_few expert_down_64_few"},
+		{1, 2048, 768, 129, 8, nil, "route_sort expert_up_64_few expert_down_64_few"},
+		{1, 2048, 768, 128, 8, func(o *kernels.RouteExpertUp) { o.Route.Runs, o.Up.Runs = kernels.Tensor{}, kernels.Tensor{} }, "route_sort expert_up_64 expert_down_64"},
+	} {
+		r, b, s := list(t, Options{})
+		r.keep, b.hopper = true, true
+		layout, err := b.ExpertLayout(kernels.ExpertShape{Hidden: test.hidden, Intermediate: test.intermediate, DType: kernels.BF16})
+		if err != nil {
+			t.Fatal(err)
+		}
+		pairs := test.n * test.k
+		route := kernels.Route{
+			Logits: at(9, tensor(kernels.F32, test.n, test.experts)), IDs: at(10, tensor(kernels.I32, test.n, test.k)), Weights: at(11, tensor(kernels.F32, test.n, test.k)),
+			Offsets: at(2, tensor(kernels.I32, test.experts+1)), Order: at(3, tensor(kernels.I32, pairs)), Runs: at(8, tensor(kernels.I32, kernels.MostRuns(test.experts, pairs), kernels.RunColumns)),
+		}
+		o := kernels.RouteExpertUp{Route: route, Up: kernels.ExpertUp{ExpertGEMM: kernels.ExpertGEMM{
+			X: at(1, tensor(kernels.BF16, test.n, test.hidden)), Offsets: route.Offsets, Order: route.Order, Runs: route.Runs,
+			Slots: at(4, tensor(kernels.U64, test.experts)), Experts: at(5, tensor(kernels.I32, test.experts)), Layout: layout, Out: at(6, tensor(kernels.BF16, pairs, test.intermediate)),
+		}}}
+		if test.edit != nil {
+			test.edit(&o)
+		}
+		down := kernels.ExpertDown(o.Up)
+		down.X, down.Out = o.Up.Out, at(7, tensor(kernels.BF16, pairs, test.hidden))
+		if err := errors.Join(b.Enqueue(s, &o), b.Enqueue(s, &down)); err != nil {
+			t.Fatal(err)
+		}
+		if r.names() != test.want {
+			t.Errorf("%+v: %q, want %q", test, r.names(), test.want)
+			continue
+		}
+		if !strings.Contains(test.want, "_routed") {
+			continue
+		}
+		if a := (*routedExpertArgs)(unsafe.Pointer(&r.args[1][0])); a.expert.listsReady != 1 || a.route.route.logits != uint64(route.Logits.Addr) {
+			t.Errorf("%+v: down begins with %+v", test, *a)
+		}
+		// Behind something else down reads the runs that the router's block has listed.
+		err = errors.Join(b.Enqueue(s, &o), b.Enqueue(s, &kernels.Clamp{X: o.Up.Out, Limit: 1}), b.Enqueue(s, &down))
+		last := table[r.kernels[len(r.kernels)-1]].name
+		if a := (*expertArgs)(unsafe.Pointer(&r.args[len(r.args)-1][0])); err != nil || !strings.HasSuffix(last, "_few") || a.listsReady != 0 {
+			t.Errorf("%+v: behind another operation: %v, %s", test, err, last)
+		}
+	}
+}
+
 // TestExpertRuns holds which kernels read the runs that a router has listed.
 func TestExpertRuns(t *testing.T) {
 	for _, test := range []struct {

@@ -45,7 +45,7 @@ func (b overlapping) Enqueue(s device.Stream, op kernels.Op) error {
 
 // readEarly is what a kernel of experts reads before it waits: lists, if it is the way down right behind the way
 // up, which reads the same ones; slots, which only copies write, and no kernel overlaps these.
-type readEarly struct{ lists, slots bool }
+type readEarly struct{ lists, slots, routed bool }
 
 // awaited is what a kernel may read only once it has waited: all that operations write.
 func awaited(op kernels.Op, early readEarly) (all []device.Range) {
@@ -92,6 +92,9 @@ func awaited(op kernels.Op, early readEarly) (all []device.Range) {
 		all = append(awaited(&o.Router, early), awaited(&o.GateUp, early)...)
 	case *kernels.RouteDown:
 		all = append(awaited(&o.Route, early), awaited(&o.Down, early)...)
+	case *kernels.RouteExpertUp:
+		// What Route writes, Up does not read.
+		all = append(awaited(&o.Route, early), awaited(&o.Up, early)...)
 	case *kernels.SortByExpert:
 		add(&o.IDs, &o.Offsets, &o.Order)
 	case *kernels.ExpertUp:
@@ -101,11 +104,14 @@ func awaited(op kernels.Op, early readEarly) (all []device.Range) {
 		}
 	case *kernels.ExpertDown:
 		add(&o.X, &o.Out)
-		if !early.lists {
+		switch {
+		case !early.lists:
 			add(&o.Offsets, &o.Order, &o.Experts, &o.Runs)
 			if !early.slots {
 				add(&o.Slots)
 			}
+		case early.routed: // gate/up makes these
+			add(&o.Offsets, &o.Order, &o.Runs)
 		}
 	case *kernels.Combine:
 		add(&o.X, &o.Weights, &o.Shared, &o.SharedGate, &o.Out)
@@ -177,7 +183,8 @@ func (r *simtRunner) launch(s device.Stream, k kernelID, g grid, args []byte) er
 	if r.op != nil {
 		if kernel.file == "expert.cu" {
 			early.lists = (*expertArgs)(unsafe.Pointer(&copied[0])).listsReady != 0
-			early.slots = strings.HasSuffix(kernel.name, "_few")
+			early.routed = strings.HasSuffix(kernel.name, "_routed")
+			early.slots = early.routed || strings.HasSuffix(kernel.name, "_few")
 		}
 		ranges = append(awaited(r.op, early), r.work)
 	}
@@ -488,7 +495,7 @@ func TestEmulatedTiles(t *testing.T) {
 // they have waited, on sequences here and there in turn: all bits are as without.
 func TestEmulatedLayers(t *testing.T) {
 	t.Parallel()
-	for i, hopper := range []bool{false, true, true, true} {
+	for i, hopper := range []bool{false, true, true, true, true} {
 		m, b, s := emulate(t, Options{}, 3)
 		b.hopper, b.largeSmem = hopper, hopper
 		model := &benchModel{"small", 128, 4, 2, 32, 64, 4, 2, 64, kernels.SoftmaxRenorm}
@@ -500,12 +507,16 @@ func TestEmulatedLayers(t *testing.T) {
 			b.multiprocessors = 6
 			model = &benchModel{"shared expert", 128, 4, 2, 32, 64, 4, 2, 64, kernels.Softmax}
 		}
+		sequences := 5
+		if i == 4 { // expert GEMMs that select their experts
+			sequences = 1
+		}
 		r := b.run.(*simtRunner)
 		r.work = b.work.Range(0, 1<<16)
 		x := &bench{TB: t, m: m, b: b, s: s, random: rand.New(rand.NewPCG(1, 2)), exponent: 9}
-		d := x.decoder(model, 2, 5, 300)
+		d := x.decoder(model, 2, sequences, 300)
 		size := d.hidden.Bytes()
-		in := x.act(5, 128)
+		in := x.act(sequences, 128)
 		host, err := m.Alloc(device.Host, size, "hidden")
 		if err != nil {
 			t.Fatal(err)

@@ -25,6 +25,8 @@ var expertShapes = [...]expertShape{
 	{4, tokenStep, 1, 1, 384, 226 << 10},
 	{1, tokenStep, 2, 2, 256, 112 << 10},
 	{1, tokenStep, 2, 1, 256, 226 << 10},
+	{1, tokenStep, 2, 2, 256, 112 << 10},
+	{1, tokenStep, 2, 1, 256, 226 << 10},
 }
 
 const (
@@ -35,10 +37,13 @@ const (
 	expertWideFew
 	expertNarrowFew
 	expertAloneFew
+	// The same of one token, which select its experts.
+	expertNarrowRouted
+	expertAloneRouted
 )
 
 // expertNames are how the names of kernels end.
-var expertNames = [len(expertShapes)]string{"256", "64", "alone", "256_few", "64_few", "alone_few"}
+var expertNames = [len(expertShapes)]string{"256", "64", "alone", "256_few", "64_few", "alone_few", "64_routed", "alone_routed"}
 
 const (
 	// expertRun is the bytes of an expert's entry in shared memory, expertSlot with Runs, ringAlign the
@@ -48,6 +53,8 @@ const (
 	fewPairs = 32
 	// A tile's tokens are a multiple of tokenStep.
 	tokenStep = 16
+	// mostRouted is the number of experts of which kernels select by themselves.
+	mostRouted = 128
 )
 
 // step is the bytes of one k-step in a stage with room for that many tokens.
@@ -72,7 +79,9 @@ func (b *Backend) chooseExpertShape(units, tokens, experts, pairs int) kernelID 
 
 // hopperExpertGEMM enqueues a grouped GEMM of experts in the layout Tiles, as a persistent
 // kernel: blocks divide the tiles, whose number only the device knows.
-func (l *streamState) hopperExpertGEMM(op string, mode kernelID, p *kernels.ExpertGEMM) error {
+// With route it also routes the only token of p, of which the lists are to be (see routes), or, of the down projection,
+// that gate/up has routed.
+func (l *streamState) hopperExpertGEMM(op string, mode kernelID, p *kernels.ExpertGEMM, route *routeSortArgs) error {
 	x, out := &p.X, &p.Out
 	pairs, listed, all := p.Order.Shape[0], p.Experts.Shape[0], p.Slots.Shape[0]
 	if !aligned(x) || int(out.Addr)%8 != 0 || out.Stride[0]%4 != 0 {
@@ -123,15 +132,70 @@ func (l *streamState) hopperExpertGEMM(op string, mode kernelID, p *kernels.Expe
 	// while that still runs.
 	now := expertLists{a.offsets, a.order, a.slots, a.experts, address(&p.Runs)}
 	a.listsReady = b2i(mode == downMode && l.lastGateUp == now)
+	if a.listsReady != 0 && l.lastRoute.route.logits != 0 {
+		// Gate/up has made the lists, so they were not complete when it began; the scores were.
+		if shape == expertWideFew {
+			a.listsReady = 0
+		} else {
+			route = &l.lastRoute
+		}
+	}
+	if route != nil {
+		shape += expertNarrowRouted - expertNarrowFew
+	}
 	g := grid{x: l.b.multiprocessors * e.blocks, threads: e.threads, shared: ringAlign + lists + stages*e.stepsPerStage*e.step(tokens)}
 	// Wide blocks, which have only one or two tiles, must be distributed evenly, not to
 	// wherever other blocks end first.
 	g.noOverlap = shape == expertWide || shape == expertWideFew
-	err := launch(l, op, expertKernels+(mode-gateUpMode)*kernelID(len(expertShapes))+shape, g, &a)
+	k := expertKernels + (mode-gateUpMode)*kernelID(len(expertShapes)) + shape
+	if route == nil {
+		err := launch(l, op, k, g, &a)
+		if mode == gateUpMode && err == nil {
+			l.lastGateUp, l.lastRoute = now, routeSortArgs{}
+		}
+		return err
+	}
+	routed := routedExpertArgs{expert: a, route: *route}
+	err := launch(l, op, k, g, &routed)
 	if mode == gateUpMode && err == nil {
-		l.lastGateUp = now
+		l.lastGateUp, l.lastRoute = now, routed.route
 	}
 	return err
+}
+
+// routes reports whether one kernel can run Route and Up: of one token, up to mostRouted experts, which are all listed,
+// and narrow tiles.
+func (b *Backend) routes(o *kernels.RouteExpertUp) bool {
+	route, p := &o.Route, &o.Up.ExpertGEMM
+	experts, k := route.Logits.Shape[1], route.IDs.Shape[1]
+	if p.Layout.Tag != Tiles || route.Logits.Shape[0] != 1 || p.X.Shape[0] != 1 || route.Runs.None() || route.Runs != p.Runs || experts > mostRouted || p.Experts.Shape[0] != experts {
+		return false
+	}
+	const threads = 256
+	need := routeSortThreads(route)
+	if need <= 0 || need > threads {
+		return false
+	}
+	shape := b.chooseExpertShape(2*p.Out.Shape[1]/unitRows, 1, k, k)
+	return shape != expertWide && routeSortShared(route, threads) <= expertShapes[shape].shared/2
+}
+
+// routeExpertUp enqueues one kernel where that can do both, else two.
+func (l *streamState) routeExpertUp(o *kernels.RouteExpertUp) error {
+	if err := l.b.activation(o.Name(), "Up.X", &o.Up.X); err != nil {
+		return err
+	}
+	if !l.b.routes(o) {
+		if err := l.route(&o.Route); err != nil {
+			return err
+		}
+		return l.expertUp(&o.Up)
+	}
+	if err := l.b.checkLayout(o.Name(), &o.Up.Layout); err != nil {
+		return err
+	}
+	route := routeArguments(&o.Route)
+	return l.hopperExpertGEMM(o.Name(), gateUpMode, &o.Up.ExpertGEMM, &route)
 }
 
 // expertLists are the addresses of the lists that select experts and pairs.

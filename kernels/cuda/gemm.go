@@ -248,7 +248,7 @@ func (l *streamState) experts(op string, mode kernelID, p *kernels.ExpertGEMM) e
 		return nil
 	}
 	if p.Layout.Tag == Tiles {
-		return l.hopperExpertGEMM(op, mode, p)
+		return l.hopperExpertGEMM(op, mode, p, nil)
 	}
 	columns, inner, matrix := p.Out.Shape[1], p.X.Shape[1], int64(p.Layout.Hidden)*int64(p.Layout.Intermediate)
 	first, _ := p.ColumnRange()

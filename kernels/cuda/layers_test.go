@@ -124,12 +124,21 @@ func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 			add(&kernels.RouterGateUp{Router: router, GateUp: kernels.GatedMatMul{X: norm, W: x.act(2*sharedWidth, c.hidden), Out: both}},
 				&kernels.RouteDown{Route: route, Down: kernels.MatMul{X: both.Narrow(1, 0, sharedWidth), W: x.act(c.hidden, sharedWidth), Out: shared}})
 		} else {
-			add(&router, &route)
+			add(&router)
 		}
 		product := kernels.ExpertGEMM{X: norm, Offsets: offsets, Order: order, Slots: extents, Experts: all, Layout: layout, Out: up, Runs: runs}
 		back := product
 		back.X, back.Out = up, down
-		add(&kernels.ExpertUp{ExpertGEMM: product}, &kernels.ExpertDown{ExpertGEMM: back},
+		expertUp := kernels.ExpertUp{ExpertGEMM: product}
+		switch {
+		case sharedWidth > 0:
+			add(&expertUp)
+		case n == 1:
+			add(&kernels.RouteExpertUp{Route: route, Up: expertUp})
+		default:
+			add(&route, &expertUp)
+		}
+		add(&kernels.ExpertDown{ExpertGEMM: back},
 			&kernels.CombineNorm{X: down, Weights: weights, Shared: shared, SharedGate: gate, Residual: d.hidden, Weight: gamma, Eps: 1e-5, Out: norm})
 	}
 	return d

@@ -11,12 +11,12 @@ import (
 var sources embed.FS
 
 // source returns the text of a compilation unit: ptx.cuh and common.cuh precede the file, then hopper.cuh
-// and ring.cuh if all of it is for sm_90a, and route_sort.cuh for route.cu and few.cu.
+// and ring.cuh if all of it is for sm_90a, and route_sort.cuh for that, route.cu and few.cu.
 func source(file string) string {
 	names := []string{"ptx.cuh", "common.cuh", file}
 	switch {
 	case onlyFor[file] == hopper:
-		names = []string{"ptx.cuh", "common.cuh", "hopper.cuh", "ring.cuh", file}
+		names = []string{"ptx.cuh", "common.cuh", "hopper.cuh", "ring.cuh", "route_sort.cuh", file}
 	case file == "route.cu" || file == "few.cu":
 		names = []string{"ptx.cuh", "common.cuh", "route_sort.cuh", file}
 	}

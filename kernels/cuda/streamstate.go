@@ -24,6 +24,8 @@ type streamState struct {
 	// lastGateUp has the lists of the latest launch if that was the gate/up projection of tiled
 	// experts.
 	lastGateUp expertLists
+	// lastRoute is what that has routed, too; zero: nothing.
+	lastRoute routeSortArgs
 }
 
 // streamOwners has the streams that are in use by any backend of the process.
@@ -109,6 +111,8 @@ func (l *streamState) enqueue(op kernels.Op) error {
 		return l.routerGateUp(o)
 	case *kernels.RouteDown:
 		return l.routeDown(o)
+	case *kernels.RouteExpertUp:
+		return l.routeExpertUp(o)
 	case *kernels.SortByExpert:
 		return l.group(o)
 	case *kernels.ExpertUp:

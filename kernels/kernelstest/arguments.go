@@ -17,7 +17,7 @@ func testArguments(r *rig) {
 		}
 		bad := []kernels.Op{
 			&kernels.Embed{}, &kernels.Norm{}, &kernels.MatMul{}, &kernels.GatedMatMul{}, &kernels.Clamp{}, &kernels.RoPE{}, &kernels.AppendKV{}, &kernels.RoPEAppendKV{},
-			&kernels.Attention{}, &kernels.RoPEAttention{}, &kernels.Route{}, &kernels.RouterGateUp{}, &kernels.RouteDown{}, &kernels.SortByExpert{}, &kernels.ExpertUp{}, &kernels.ExpertDown{},
+			&kernels.Attention{}, &kernels.RoPEAttention{}, &kernels.Route{}, &kernels.RouterGateUp{}, &kernels.RouteDown{}, &kernels.RouteExpertUp{}, &kernels.SortByExpert{}, &kernels.ExpertUp{}, &kernels.ExpertDown{},
 			&kernels.Combine{}, &kernels.CombineNorm{}, &kernels.SiluMul{}, &kernels.Gather{}, &kernels.CopyBlocks{}, &kernels.Copy{}, &kernels.Sample{}, &kernels.Adjust{}, &kernels.Restore{}, &kernels.Mask{}, &kernels.LogProbs{},
 			&kernels.MatMul{X: x.Tensor, W: w.Tensor, Out: out.Tensor},
 			&kernels.CopyBlocks{Src: r.words("Src", 0).Tensor, Dst: r.words("Dst", 0).Tensor, BlockBytes: 24},

@@ -3,6 +3,7 @@ package kernelstest
 import (
 	"bytes"
 	"fmt"
+	"math"
 
 	"github.com/moeserve/moeserve/kernels"
 )
@@ -192,5 +193,107 @@ func testRouteDownShape(r *rig, variant, n, experts, k int, method kernels.Route
 	}
 	if !countsArg.None() {
 		r.exact(counts, wantCounts)
+	}
+}
+
+func testRouteExpertUp(r *rig) {
+	type shape struct {
+		n, experts, k, hidden, intermediate int
+		method                              kernels.RouteMethod
+	}
+	shapes := []shape{
+		{1, 4, 1, 16, 16, kernels.SoftmaxRenorm}, // row-major
+		{1, 8, 2, 64, 128, kernels.SoftmaxRenorm},
+		{1, 16, 2, 128, 64, kernels.SparseMixer},
+		{1, 60, 4, 64, 192, kernels.Softmax},
+		{1, 128, 8, 192, 64, kernels.SoftmaxRenorm},
+		{1, 128, 8, 64, 640, kernels.Softmax},
+		{1, 33, 33, 64, 64, kernels.SoftmaxRenorm}, // all
+		{1, 1, 1, 64, 1088, kernels.SoftmaxRenorm},
+		{1, 129, 3, 64, 64, kernels.Softmax}, // more than a warp selects of
+		{3, 8, 2, 64, 64, kernels.SoftmaxRenorm},
+		{9, 8, 2, 64, 64, kernels.SoftmaxRenorm}, // without runs
+	}
+	if r.o.Full {
+		shapes = append(shapes, shape{1, 8, 2, 4096, 14336, kernels.SoftmaxRenorm}, shape{1, 128, 8, 2048, 768, kernels.SoftmaxRenorm}) // Mixtral, Qwen3
+	}
+	for i, s := range shapes {
+		for j, w := range r.o.ExpertWeights {
+			if s.hidden*s.intermediate > 1<<20 && j > 0 {
+				continue
+			}
+			r.run(fmt.Sprintf("%+v/%s", s, w), func(r *rig) {
+				testRouteExpertUpShape(r, i+j, s.n, s.experts, s.k, s.hidden, s.intermediate, s.method, w)
+			})
+		}
+	}
+}
+
+// testRouteExpertUpShape routes n tokens, and runs both expert GEMMs, the second one directly behind the first and not.
+// variant selects what scores are like.
+func testRouteExpertUpShape(r *rig, variant, n, experts, k, hidden, intermediate int, method kernels.RouteMethod, w kernels.DType) {
+	const jitter = 0.01
+	layout, err := r.backend.ExpertLayout(kernels.ExpertShape{Hidden: hidden, Intermediate: intermediate, DType: w})
+	r.must(err)
+	logits := r.rows(variant%2 == 0, "Logits", kernels.F32, n, experts).set(func(i int) float64 {
+		switch {
+		case variant%4 == 1: // equal scores, and both zeros
+			return []float64{-1, math.Copysign(0, -1), 0, 2}[r.rand.IntN(4)]
+		case variant%4 == 3 && i%3 == 1:
+			return math.NaN()
+		}
+		return 1.5 * r.rand.NormFloat64()
+	})
+	ids, weights := r.dense("IDs", kernels.I32, n, k), r.dense("Weights", kernels.F32, n, k)
+	counts := r.dense("Counts", kernels.I64, experts).set(func(i int) float64 { return float64(i) * 1e10 })
+	offsets, order := r.dense("Offsets", kernels.I32, experts+1), r.dense("Order", kernels.I32, n*k)
+	route := kernels.Route{
+		Logits: logits.Tensor, Method: method, Jitter: jitter, IDs: ids.Tensor, Weights: weights.Tensor, Counts: counts.Tensor, Offsets: offsets.Tensor, Order: order.Tensor,
+	}
+	outs := []tensor{ids, weights, counts, offsets, order}
+	if n <= kernels.MaxRunRows {
+		listed := r.runs(experts, n*k)
+		route.Runs = listed.Tensor
+		outs = append(outs, listed)
+	}
+	slots, all := make([]uint64, experts), make([]int, experts)
+	for e := range experts {
+		all[e], slots[e] = e, uint64(r.newExpert(layout, e, r.stream.Space()).extent.Addr)
+	}
+	x := r.normal(r.rows(variant%2 == 1, "X", r.act, n, hidden), 0, 1)
+	mid, out := r.rows(variant%2 == 0, "middle", r.act, n*k, intermediate), r.rows(variant%2 == 1, "Out", r.act, n*k, hidden)
+	up := kernels.ExpertUp{ExpertGEMM: kernels.ExpertGEMM{
+		X: x.Tensor, Offsets: offsets.Tensor, Order: order.Tensor, Runs: route.Runs, Slots: r.words("Slots", slots...).Tensor, Experts: r.ints("Experts", all...).Tensor,
+		Layout: layout, Out: mid.Tensor,
+	}}
+	down := kernels.ExpertDown(up)
+	down.X, down.Out = mid.Tensor, out.Tensor
+	outs = append(outs, mid, out)
+	other := r.dense("Between", r.act, 1, 8)
+	between := kernels.Clamp{X: other.Tensor, Limit: 1}
+	var want [][]byte
+	for name, ops := range [][]kernels.Op{
+		{&route, &up, &down},
+		{&kernels.RouteExpertUp{Route: route, Up: up}, &down},
+		{&kernels.RouteExpertUp{Route: route, Up: up}, &between, &down},
+	} {
+		counts.set(func(i int) float64 { return float64(i) * 1e10 })
+		for _, t := range append(outs, other) {
+			t.buffer.out = nil
+			t.writes()
+		}
+		r.doPart(ops...)
+		for i, t := range outs {
+			if name == 0 {
+				want = append(want, bytes.Clone(t.buffer.after))
+			}
+			r.alike(t, want[i], fmt.Sprintf("order %d of operations", name))
+		}
+	}
+	if variant%4 != 3 {
+		for i := range n {
+			wantIDs, _ := routeWant(method, jitter, logits.row(i), k)
+			r.exact(ids, wantIDs, i)
+		}
 	}
 }

@@ -54,6 +54,7 @@ var tests = []struct {
 	{"route_nan", testRouteNaN},
 	{"router_gate_up", testRouterGateUp},
 	{"route_down", testRouteDown},
+	{"route_expert_up", testRouteExpertUp},
 	{"group", testSortByExpert},
 	{"experts", testExperts},
 	{"combine", testCombine},

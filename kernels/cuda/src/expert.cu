@@ -12,7 +12,8 @@
 // so the number of tokens does not change a bit of any token's result.
 //
 // Kernels for few tokens (few) read the runs that the router has listed (Runs of kernels.Route):
-// experts with pairs, each with tokens of one tile. The others make such a list first.
+// experts with pairs, each with tokens of one tile. The others make such a list first. Routed kernels, of one token, select
+// its experts themselves, while one block does the rest of what the router does.
 
 struct expert_args {
   tensor_map x_rows;       // down projection: tiles of max_tokens rows of X
@@ -134,12 +135,66 @@ DEVICE int list_few_runs(const expert_args &a, run *runs, int across) {
   return tiles;
 }
 
+struct routed_expert_args {
+  expert_args expert;
+  route_sort_args route;
+};
+
+constexpr int most_routed = 128;  // experts
+
+// The experts that Route selects for the only token of r, ascending, in shared memory.
+struct selection {
+  const int *list;
+  int k;
+
+  // Selects them; in one warp, whose lanes have consecutive experts.
+  DEVICE static void select(const route_args &r, int *list) {
+    constexpr int each = most_routed / 32;
+    int lane = threadIdx.x % 32, score[each];
+    u32 keys[each], mine = 0;
+#pragma unroll
+    for (int j = 0; j < each; j++) score[j] = load_early((const int *)r.logits + min(lane * each + j, r.experts - 1));
+#pragma unroll
+    for (int j = 0; j < each; j++) {
+      u32 key = score_key(__uint_as_float((u32)score[j]));
+      keys[j] = lane * each + j < r.experts ? key : 0;
+    }
+#pragma unroll 1
+    for (int i = 0; i < r.k; i++) {
+      u32 top = keys[0];
+#pragma unroll
+      for (int j = 1; j < each; j++) top = keys[j] > top ? keys[j] : top;
+      u32 best = __reduce_max_sync(all_lanes, top), have = __ballot_sync(all_lanes, top == best);
+      bool open = (have & -have) == 1u << lane;  // of equal scores the lowest expert's
+#pragma unroll
+      for (int j = 0; j < each; j++) {
+        bool it = open && keys[j] == best;
+        mine |= it ? 1u << j : 0;
+        keys[j] = it ? 0 : keys[j];
+        open = open && !it;
+      }
+    }
+    int at = 0;
+#pragma unroll
+    for (int j = 0; j < each; j++) at += __popc(__ballot_sync(all_lanes, mine >> j & 1) & ((1u << lane) - 1));
+#pragma unroll
+    for (int j = 0; j < each; j++)
+      if (mine >> j & 1) list[at++] = lane * each + j;
+  }
+
+  // The entry of a run, as route_and_sort writes it.
+  DEVICE uint4 entry(int run) const {
+    if (run < k) return {(u32)list[run], (u32)run, 1, 0};
+    return {0, 0, 0, 0};
+  }
+};
+
 // The approximate division is accurate to about 1e-7, far below the rounding of the result.
 DEVICE float silu_fast(float x) { return __fmul_rn(x, reciprocal_fast(__fadd_rn(1.f, exp2_fast(__fmul_rn(x, -1.44269504f))))); }
 
 // groups consumer warpgroups multiply blocks units of weights each, by up to max_tokens tokens;
 // a stage of the pipeline has steps_per_stage k-steps. once: weights need not stay in L2.
-template <bool up, int groups, int blocks, int max_tokens, int steps_per_stage, bool once, bool few>
+template <bool up, int groups, int blocks, int max_tokens, int steps_per_stage, bool once, bool few, bool routed>
 struct expert_product {
   static constexpr int tile_units = groups * blocks;
   static constexpr int producers = 128;
@@ -156,6 +211,7 @@ struct expert_product {
   int across;
   u64 policy;  // of weights in L2, with once
   int run_step, unit_step;  // with few: from a tile of the block to the next
+  selection selected;       // with routed
 
   // A tile of weights and tokens.
   struct tile {
@@ -172,6 +228,7 @@ struct expert_product {
 
   // The entry of a tile's run, zeros behind the last one.
   DEVICE uint4 entry(int run) const {
+    if constexpr (routed) return selected.entry(run);
     if (run < a.most_runs) return load_streaming((const uint4 *)a.runs + run);
     return {0, 0, 0, 0};
   }
@@ -277,7 +334,7 @@ struct expert_product {
           for (int i = 0; i < rows_each; i++) {
             rows[i] = 0;
             if (lead + i * 16 < t.tokens) {
-              i64 pair = ((const int *)a.order)[t.first + lead + i * 16];
+              i64 pair = routed ? 0 : ((const int *)a.order)[t.first + lead + i * 16];  // the only row
               rows[i] = (const u16 *)a.x + pair / a.top_k * a.x_stride + chunk * 8;
             }
           }
@@ -352,9 +409,9 @@ struct expert_product {
   }
 };
 
-template <bool up, int groups, int blocks, int max_tokens, int steps_per_stage, bool once, bool few>
-DEVICE void expert(const expert_args &a, unsigned char *memory) {
-  using product = expert_product<up, groups, blocks, max_tokens, steps_per_stage, once, few>;
+template <bool up, int groups, int blocks, int max_tokens, int steps_per_stage, bool once, bool few, bool routed = false>
+DEVICE void expert(const expert_args &a, unsigned char *memory, const route_sort_args *route = nullptr) {
+  using product = expert_product<up, groups, blocks, max_tokens, steps_per_stage, once, few, routed>;
   if constexpr (!few) {
     if (!a.lists_ready) wait_dependencies();
     launch_dependents();  // after the wait: the next kernel may start with data that this one has waited for
@@ -363,15 +420,29 @@ DEVICE void expert(const expert_args &a, unsigned char *memory) {
   __shared__ int tiles;
   // The stages start at a multiple of 1024 bytes, as the swizzle requires.
   unsigned char *start = memory + (-shared_address(memory) & 1023);
-  product p = {a, {start, full, empty, a.stages, groups * blocks * unit_bytes + a.max_tokens * 128}, 0, 0, 0, 0, 0, 0};
+  if constexpr (routed && up) {  // in the last block, which has the fewest tiles
+    if (blockIdx.x == gridDim.x - 1) {
+      wait_dependencies();
+      route_and_sort(*route, start);
+      fence_shared();  // before the copies of weights that take its memory
+      __syncthreads();
+    }
+  }
+  product p = {a, {start, full, empty, a.stages, groups * blocks * unit_bytes + a.max_tokens * 128}, 0, 0, 0, 0, 0, 0, {}};
   if (once) p.policy = read_once();
   p.across = (a.units + p.tile_units - 1) / p.tile_units;
   unsigned char *lists = start + a.stages * steps_per_stage * p.r.step_bytes;
   typename product::place at = {0, 0, {0, 0, 0, 0}};
-  // With few, the wait for the runs and the load of the block's first.
+  // With few, the wait for the runs, or for the scores that select them, and the load of the block's first.
   auto begin_runs = [&] {
     if (!a.lists_ready) wait_dependencies();
     launch_dependents();
+    if constexpr (routed) {
+      __shared__ int chosen[most_routed];
+      p.selected = {chosen, route->route.k};
+      if (threadIdx.x < 32) selection::select(route->route, chosen);
+      __syncthreads();
+    }
     at.entry = p.entry(at.run);
   };
   // Wide kernels do not overlap the one in front, so they load the run beside the slots; the others load slots before they wait.
@@ -450,3 +521,16 @@ DEVICE void expert(const expert_args &a, unsigned char *memory) {
 
 EXPERT(expert_up, true)
 EXPERT(expert_down, false)
+
+#define ROUTED_EXPERT(name, up)                                                     \
+  KERNEL(256, 2) name##_64_routed(const __grid_constant__ routed_expert_args a) {    \
+    DYNAMIC_SHARED(memory);                                                          \
+    expert<up, 1, 1, 16, 2, true, true, true>(a.expert, memory, &a.route);           \
+  }                                                                                  \
+  KERNEL(256, 1) name##_alone_routed(const __grid_constant__ routed_expert_args a) { \
+    DYNAMIC_SHARED(memory);                                                          \
+    expert<up, 1, 1, 16, 2, false, true, true>(a.expert, memory, &a.route);          \
+  }
+
+ROUTED_EXPERT(expert_up, true)
+ROUTED_EXPERT(expert_down, false)

@@ -274,6 +274,9 @@
   FIELD(expert_args, lists_ready) \
   FIELD(expert_args, most_runs) \
   FIELD(expert_args, runs) \
+  STRUCT(routed_expert_args) \
+  FIELD(routed_expert_args, expert) \
+  FIELD(routed_expert_args, route) \
   STRUCT(few_args) \
   FIELD(few_args, x) \
   FIELD(few_args, w) \
