@@ -430,6 +430,66 @@ func TestRouteExpertUpChoice(t *testing.T) {
 	}
 }
 
+// TestExpertUpBesideRouteDown holds when gate/up of one token selects its experts itself, and runs beside the RouteDown in
+// front: where that does not write what gate/up reads, nor touches what it writes.
+func TestExpertUpBesideRouteDown(t *testing.T) {
+	const experts, k, hidden, intermediate, sharedWidth = 60, 4, 2048, 1408, 5632 // Qwen1.5-MoE-A2.7B
+	type ops struct {
+		route *kernels.RouteDown
+		up    kernels.ExpertUp
+	}
+	for _, test := range []struct {
+		name, want string
+		n          int
+		edit       func(o *ops)
+	}{
+		{"one token", "route_down expert_up_64_routed expert_down_alone_routed", 1, nil},
+		{"two tokens", "route_down expert_up_64_few expert_down_64_few", 2, nil},
+		{"other lists", "route_down expert_up_64_few expert_down_alone_few", 1, func(o *ops) { o.up.Order = at(20, o.up.Order) }},
+		{"X is written", "route_down expert_up_64_few expert_down_alone_few", 1, func(o *ops) { o.up.X = o.route.Down.Out }},
+		{"slots are written", "route_down expert_up_64_few expert_down_alone_few", 1, func(o *ops) { o.up.Slots.Addr = o.route.Route.Weights.Addr }},
+		{"Out is read", "route_down expert_up_64_few expert_down_alone_few", 1, func(o *ops) { o.up.Out.Addr = o.route.Down.X.Addr }},
+		{"Out is written", "route_down expert_up_64_few expert_down_alone_few", 1, func(o *ops) { o.up.Out.Addr = o.route.Down.Out.Addr }},
+	} {
+		r, b, s := list(t, Options{})
+		r.keep, b.hopper, b.largeSmem = true, true, true
+		layout, err := b.ExpertLayout(kernels.ExpertShape{Hidden: hidden, Intermediate: intermediate, DType: kernels.BF16})
+		if err != nil {
+			t.Fatal(err)
+		}
+		pairs := test.n * k
+		o := ops{route: routingBesideDown(test.n, experts, k, hidden, sharedWidth)}
+		o.route.Route.Runs = at(9, tensor(kernels.I32, kernels.MostRuns(experts, pairs), kernels.RunColumns))
+		o.up.ExpertGEMM = kernels.ExpertGEMM{
+			X: at(10, tensor(kernels.BF16, test.n, hidden)), Offsets: o.route.Route.Offsets, Order: o.route.Route.Order, Runs: o.route.Route.Runs,
+			Slots: at(11, tensor(kernels.U64, experts)), Experts: at(12, tensor(kernels.I32, experts)), Layout: layout, Out: at(13, tensor(kernels.BF16, pairs, intermediate)),
+		}
+		if test.edit != nil {
+			test.edit(&o)
+		}
+		down := kernels.ExpertDown(o.up)
+		down.X, down.Out = o.up.Out, at(14, tensor(kernels.BF16, pairs, hidden))
+		if err := errors.Join(b.Enqueue(s, o.route), b.Enqueue(s, &o.up), b.Enqueue(s, &down)); err != nil {
+			t.Fatal(err)
+		}
+		if r.names() != test.want {
+			t.Errorf("%s: %q, want %q", test.name, r.names(), test.want)
+			continue
+		}
+		up, last := (*expertArgs)(unsafe.Pointer(&r.args[1][0])), (*expertArgs)(unsafe.Pointer(&r.args[2][0]))
+		if beside := strings.Contains(test.want, "up_64_routed"); up.listsReady != b2i(beside) || last.listsReady != 1 {
+			t.Errorf("%s: lists are ready for gate/up: %d, and for down: %d", test.name, up.listsReady, last.listsReady)
+		}
+		// Behind something else it waits.
+		if err := errors.Join(b.Enqueue(s, o.route), b.Enqueue(s, &kernels.Clamp{X: o.up.Out, Limit: 1}), b.Enqueue(s, &o.up)); err != nil {
+			t.Fatal(err)
+		}
+		if a := (*expertArgs)(unsafe.Pointer(&r.args[len(r.args)-1][0])); a.listsReady != 0 || !strings.HasSuffix(r.names(), "_few") {
+			t.Errorf("%s: behind another operation: %s, lists are ready: %d", test.name, r.names(), a.listsReady)
+		}
+	}
+}
+
 // TestExpertRuns holds which kernels read the runs that a router has listed.
 func TestExpertRuns(t *testing.T) {
 	for _, test := range []struct {
@@ -865,9 +925,9 @@ func TestRouteDownChoice(t *testing.T) {
 		want           string
 		blocks, shared int // of the first kernel
 	}{
-		{"one row", one(1, 60, 4, 2048, 5632), "route_down", 129, 128 << 10},
-		{"eight rows", one(8, 60, 4, 2048, 5632), "route_down", 129, 128 << 10},
-		{"more tiles than blocks", one(8, 60, 4, 4096, 5632), "route_down", 132, 128 << 10},
+		{"one row", one(1, 60, 4, 2048, 5632), "route_down", 129, 96 << 10},
+		{"eight rows", one(8, 60, 4, 2048, 5632), "route_down", 129, 96 << 10},
+		{"more tiles than blocks", one(8, 60, 4, 4096, 5632), "route_down", 132, 96 << 10},
 		{"one load", one(8, 64, 8, 16, 64), "route_down", 2, 32 << 10},
 		{"more loads", one(8, 60, 4, 3584, 20480), "route_sort few_rows_5", 1, 0},
 		{"more threads", one(5, 128, 8, 2048, 5632), "route_sort few_rows_4", 1, 0},

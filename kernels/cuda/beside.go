@@ -38,11 +38,17 @@ func (l *streamState) routeDown(o *kernels.RouteDown) error {
 	blocks := min(ceil(down.W.Shape[0], 16), l.b.multiprocessors-1)
 	if !o.Route.Order.None() && threads > 0 && threads <= skinnyThreads && blocks > 0 && l.b.computesFewRows(down) {
 		loads := skinnyLoadsOf(down.W.Shape[0], 16, blocks, down.X.Shape[1])
-		shared := max(min(loads, 4)*skinnyStageBytes, routeSortShared(&o.Route, skinnyThreads))
-		if loads <= skinnyLoads && shared <= 4*skinnyStageBytes {
-			return launch(l, o.Name(), routeDown, grid{x: 1 + blocks, threads: skinnyThreads, shared: shared}, &routeDownArgs{
-				route: routeArguments(&o.Route), down: fewArguments(down, down.Out.DType == kernels.F32),
-			})
+		const stages = 3
+		shared := max(min(loads, stages)*skinnyStageBytes, routeSortShared(&o.Route, skinnyThreads))
+		if loads <= skinnyLoads && shared <= stages*skinnyStageBytes {
+			a := routeDownArgs{route: routeArguments(&o.Route), down: fewArguments(down, down.Out.DType == kernels.F32)}
+			err := launch(l, o.Name(), routeDown, grid{x: 1 + blocks, threads: skinnyThreads, shared: shared}, &a)
+			if err == nil {
+				l.lastRoute = a.route
+				l.routeDowns.Reset()
+				o.Declare(&l.routeDowns)
+			}
+			return err
 		}
 	}
 	if err := l.route(&o.Route); err != nil {

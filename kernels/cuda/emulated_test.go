@@ -44,7 +44,8 @@ func (b overlapping) Enqueue(s device.Stream, op kernels.Op) error {
 }
 
 // readEarly is what a kernel of experts reads before it waits: lists, if it is the way down right behind the way
-// up, which reads the same ones; slots, which only copies write, and no kernel overlaps these.
+// up, which reads the same ones, or all but lists, if it is the way up beside RouteDown; slots, which only copies write, and
+// no kernel overlaps these. routed: it selects experts itself.
 type readEarly struct{ lists, slots, routed bool }
 
 // awaited is what a kernel may read only once it has waited: all that operations write.
@@ -98,7 +99,11 @@ func awaited(op kernels.Op, early readEarly) (all []device.Range) {
 	case *kernels.SortByExpert:
 		add(&o.IDs, &o.Offsets, &o.Order)
 	case *kernels.ExpertUp:
-		add(&o.X, &o.Offsets, &o.Order, &o.Experts, &o.Runs, &o.Out)
+		add(&o.Offsets, &o.Order, &o.Runs)
+		if early.lists { // beside RouteDown, which writes these alone
+			break
+		}
+		add(&o.X, &o.Experts, &o.Out)
 		if !early.slots {
 			add(&o.Slots)
 		}
@@ -197,9 +202,9 @@ func (r *simtRunner) launch(s device.Stream, k kernelID, g grid, args []byte) er
 			ranges = append(ranges, appended(attention)...)
 		}
 		launched, err := simt.Launch(r.half, kernel.name, copied, [3]int{g.x, g.y, g.z}, g.threads, g.shared, seed, ranges...)
-		if err == nil && launched && kernel.file == "expert.cu" && !early.lists {
-			// The down projection may read the lists before its wait: they must be complete when it starts.
-			err = fmt.Errorf("%s calls launch_dependents before it has waited for its lists", kernel.name)
+		if err == nil && launched && (kernel.file == "expert.cu" && !early.lists || kernel.name == "route_down") {
+			// The kernel behind may read lists or scores before its wait: they must be complete when it starts.
+			err = fmt.Errorf("%s calls launch_dependents before it has waited", kernel.name)
 		}
 		return err
 	}})
@@ -495,7 +500,7 @@ func TestEmulatedTiles(t *testing.T) {
 // they have waited, on sequences here and there in turn: all bits are as without.
 func TestEmulatedLayers(t *testing.T) {
 	t.Parallel()
-	for i, hopper := range []bool{false, true, true, true, true} {
+	for i, hopper := range []bool{false, true, true, true, true, true} {
 		m, b, s := emulate(t, Options{}, 3)
 		b.hopper, b.largeSmem = hopper, hopper
 		model := &benchModel{"small", 128, 4, 2, 32, 64, 4, 2, 64, kernels.SoftmaxRenorm}
@@ -503,12 +508,12 @@ func TestEmulatedLayers(t *testing.T) {
 			b.multiprocessors = 60
 			model = &benchModel{"heads of 128", 128, 4, 2, 128, 64, 4, 2, 64, kernels.SoftmaxRenorm}
 		}
-		if i == 3 { // router_gate_up and route_down
+		if i == 3 || i == 5 { // router_gate_up and route_down
 			b.multiprocessors = 6
 			model = &benchModel{"shared expert", 128, 4, 2, 32, 64, 4, 2, 64, kernels.Softmax}
 		}
 		sequences := 5
-		if i == 4 { // expert GEMMs that select their experts
+		if i >= 4 { // expert GEMMs that select their experts
 			sequences = 1
 		}
 		r := b.run.(*simtRunner)

@@ -3,6 +3,7 @@ package cuda
 import (
 	"fmt"
 
+	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels"
 )
 
@@ -129,16 +130,19 @@ func (l *streamState) hopperExpertGEMM(op string, mode kernelID, p *kernels.Expe
 		a.xRows = l.maps[0]
 	}
 	// If it directly follows the gate/up projection, the down projection starts to load weights
-	// while that still runs.
+	// while that still runs. Gate/up of one token directly behind RouteDown runs beside that.
 	now := expertLists{a.offsets, a.order, a.slots, a.experts, address(&p.Runs)}
-	a.listsReady = b2i(mode == downMode && l.lastGateUp == now)
-	if a.listsReady != 0 && l.lastRoute.route.logits != 0 {
-		// Gate/up has made the lists, so they were not complete when it began; the scores were.
-		if shape == expertWideFew {
-			a.listsReady = 0
-		} else {
-			route = &l.lastRoute
+	switch last := &l.lastRoute; {
+	case mode == gateUpMode:
+		if route == nil && (shape == expertNarrowFew || shape == expertAloneFew) && x.Shape[0] == 1 && last.selects(&a) && l.besideRouteDown(p) {
+			route, a.listsReady = last, 1
 		}
+	case l.lastGateUp != now:
+	case last.route.logits == 0:
+		a.listsReady = 1
+	case shape != expertWideFew:
+		// The lists may not be complete when it starts; the scores are.
+		route, a.listsReady = last, 1
 	}
 	if route != nil {
 		shape += expertNarrowRouted - expertNarrowFew
@@ -162,6 +166,31 @@ func (l *streamState) hopperExpertGEMM(op string, mode kernelID, p *kernels.Expe
 	}
 	return err
 }
+
+// selects reports whether expert GEMMs with those arguments, of one token, can select its experts by r.
+func (r *routeSortArgs) selects(a *expertArgs) bool {
+	return r.route.logits != 0 && r.route.rows == 1 && r.route.experts <= mostRouted && r.runs != 0 && a.listed == r.route.experts && a.expertsAll == a.listed &&
+		r.offsets == a.offsets && r.order == a.order && r.runs == a.runs
+}
+
+// besideRouteDown reports whether gate/up neither reads nor overwrites what the latest RouteDown writes, but lists, nor
+// overwrites what that reads.
+func (l *streamState) besideRouteDown(p *kernels.ExpertGEMM) bool {
+	x, slots, out := p.X.Range(), p.Slots.Range(), p.Out.Range()
+	for _, r := range l.routeDowns.Writes {
+		if overlap(r, x) || overlap(r, slots) || overlap(r, out) {
+			return false
+		}
+	}
+	for _, r := range l.routeDowns.Reads {
+		if overlap(r, out) {
+			return false
+		}
+	}
+	return true
+}
+
+func overlap(a, b device.Range) bool { return a.Addr < b.End() && b.Addr < a.End() }
 
 // routes reports whether one kernel can run Route and Up: of one token, up to mostRouted experts, which are all listed,
 // and narrow tiles.

@@ -24,8 +24,10 @@ type streamState struct {
 	// lastGateUp has the lists of the latest launch if that was the gate/up projection of tiled
 	// experts.
 	lastGateUp expertLists
-	// lastRoute is what that has routed, too; zero: nothing.
+	// lastRoute is what that has routed, too, or the latest launch if it was of RouteDown; zero: nothing.
 	lastRoute routeSortArgs
+	// routeDowns is what the latest RouteDown reads and writes.
+	routeDowns kernels.Decl
 }
 
 // streamOwners has the streams that are in use by any backend of the process.
@@ -160,7 +162,7 @@ func launch[A any](l *streamState, op string, k kernelID, g grid, args *A) error
 	case g.x > 1<<31-1 || g.y > maxGrid || g.z > maxGrid:
 		return fmt.Errorf("cuda: %s: %d x %d x %d blocks exceed the maximum of a launch: use fewer rows or columns", op, g.x, g.y, g.z)
 	}
-	l.lastGateUp = expertLists{}
+	l.lastGateUp, l.lastRoute = expertLists{}, routeSortArgs{}
 	n := copy(l.args[:], unsafe.Slice((*byte)(unsafe.Pointer(args)), unsafe.Sizeof(*args)))
 	if err := l.b.run.launch(l.stream, k, g, l.args[:n]); err != nil {
 		return fmt.Errorf("cuda: %s: %w", op, err)

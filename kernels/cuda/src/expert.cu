@@ -226,6 +226,10 @@ struct expert_product {
     uint4 entry;
   };
 
+  // Whether the kernel in front writes nothing that this one reads. Of gate/up lists_ready says so, of down only that
+  // the lists are complete.
+  DEVICE bool complete() const { return routed && up && a.lists_ready; }
+
   // The entry of a tile's run, zeros behind the last one.
   DEVICE uint4 entry(int run) const {
     if constexpr (routed) return selected.entry(run);
@@ -313,7 +317,7 @@ struct expert_product {
       if (threadIdx.x == 0 && next(blockIdx.x, count, first, t)) {
         for (int slot = 0; slot < r.stages && loaded < a.steps; slot++, loaded += steps_per_stage) load_weights(t, loaded, slot);
       }
-      wait_dependencies();
+      if (!complete()) wait_dependencies();
     }
     pipeline_state now = {0, 1};
     int to = tile_units * unit_bytes + lead * 128 + ((chunk ^ (lead & 7)) << 4);
@@ -399,13 +403,14 @@ struct expert_product {
     int group = threadIdx.x / 128 - 1;
     pipeline_state now = {0, 0};
     tile t;
-    wait_dependencies();
+    if (!complete()) wait_dependencies();
     for (int index = blockIdx.x; next(index, count, at, t); index += gridDim.x) {
       if constexpr (few)
         multiply<max_tokens>(t, group, now);
       else
         with_room<max_tokens, !up>(t.tokens, [&](auto room) { multiply<decltype(room)::value>(t, group, now); });
     }
+    if (complete()) wait_dependencies();  // a wait for this kernel is one for the kernel in front, too
   }
 };
 
@@ -420,8 +425,8 @@ DEVICE void expert(const expert_args &a, unsigned char *memory, const route_sort
   __shared__ int tiles;
   // The stages start at a multiple of 1024 bytes, as the swizzle requires.
   unsigned char *start = memory + (-shared_address(memory) & 1023);
-  if constexpr (routed && up) {  // in the last block, which has the fewest tiles
-    if (blockIdx.x == gridDim.x - 1) {
+  if constexpr (routed && up) {  // in the last block, which has the fewest tiles, unless the kernel in front routes
+    if (blockIdx.x == gridDim.x - 1 && !a.lists_ready) {
       wait_dependencies();
       route_and_sort(*route, start);
       fence_shared();  // before the copies of weights that take its memory

@@ -99,11 +99,12 @@ DEVICE tile_parts *parts_of_tiles() {
 // stages of its own, so the block synchronizes only for the sum of a tile, and copies run ahead
 // across tiles. The first copies start before the preceding kernels end, which do not write
 // weights. gated: W has a.columns rows of gate, then as many of up, of which a tile has eight
-// each, and Out is silu(gate) up of both in their 16-bit form. once: weights need not stay in L2.
-template <int stages, bool gated, bool once>
+// each, and Out is silu(gate) up of both in their 16-bit form. once: weights need not stay in L2. late: the next kernel
+// starts with data that this one has waited for.
+template <int stages, bool gated, bool once, bool late = false>
 DEVICE void few_rows(const few_args &a, unsigned char *memory, int block = blockIdx.x, int blocks = gridDim.x) {
   tile_parts *parts = parts_of_tiles();
-  launch_dependents();
+  if (!late) launch_dependents();
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int row = lane >> 2, first = warp * 64 + (lane & 3) * 8;  // chunks as in few_columns
   constexpr int tile_columns = gated ? 8 : 16, piece = 64 * few_warps;
@@ -134,6 +135,7 @@ DEVICE void few_rows(const few_args &a, unsigned char *memory, int block = block
 #pragma unroll 1
   for (int i = 0; i < stages; i++) load_stage(i);
   wait_dependencies();
+  if (late) launch_dependents();
 
   const u16 *x_at = (const u16 *)a.x + min(row, a.rows - 1) * a.x_stride + first;  // what is computed of other rows is not kept
   int slot = 0, turn = 0;
@@ -239,11 +241,15 @@ struct route_down_args {
   few_args down;
 };
 
-// route_sort and few_rows_4 in one launch. The first block, which has the longer way, routes.
+// route_sort and few_rows_4 in one launch, with a stage less, so that a narrow block of the gate/up projection behind it
+// finds room beside. The first block, which has the longer way, routes. Gate/up of one token selects its experts by the
+// scores, and runs beside this kernel, so it may start only once this one has waited for these.
 KERNEL(512, 2) route_down(const route_down_args a) {
   DYNAMIC_SHARED(memory);
-  if (blockIdx.x == 0)
+  if (blockIdx.x == 0) {
+    wait_dependencies();
     route_and_sort(a.route, memory);
-  else
-    few_rows<4, false, true>(a.down, memory, blockIdx.x - 1, gridDim.x - 1);
+  } else {
+    few_rows<3, false, true, true>(a.down, memory, blockIdx.x - 1, gridDim.x - 1);
+  }
 }
