@@ -180,6 +180,9 @@ func TestMatMulChoice(t *testing.T) {
 	}{
 		{6144, 4096, 132, 128 << 10, "few_rows_4"},
 		{2048, 2048, 128, 64 << 10, "few_rows_4"}, // a block loads one tile
+		{2048, 4096, 128, 96 << 10, "few_rows_3"}, // four loads
+		{4096, 2048, 132, 96 << 10, "few_rows_3"}, // the same of two tiles
+		{8, 4096, 1, 128 << 10, "few_rows_4"},     // there is room on other multiprocessors
 		{128, 2048, 8, 64 << 10, "few_rows_4"},
 		{151936, 2048, 132, 160 << 10, "few_rows_5"},
 	} {

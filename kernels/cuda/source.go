@@ -35,7 +35,7 @@ func source(file string) string {
 const hopper = "sm_90a"
 
 // onlyFor has the units, and single kernels, that are built for one architecture only.
-var onlyFor = map[string]string{"expert.cu": hopper, "dense.cu": hopper, "prompt.cu": hopper, "few_rows_4": hopper, "few_rows_5": hopper, "few_rows_gated_5": hopper, "few_rows_gated_once_5": hopper, "router_gate_up": hopper, "route_down": hopper, "attention_128_wide": hopper, "rope_attention_128_wide": hopper, "norm_rope_attention_128_wide": hopper}
+var onlyFor = map[string]string{"expert.cu": hopper, "dense.cu": hopper, "prompt.cu": hopper, "few_rows_3": hopper, "few_rows_4": hopper, "few_rows_5": hopper, "few_rows_gated_5": hopper, "few_rows_gated_once_5": hopper, "router_gate_up": hopper, "route_down": hopper, "attention_128_wide": hopper, "rope_attention_128_wide": hopper, "norm_rope_attention_128_wide": hopper}
 
 // kernel is one __global__ function.
 type kernel struct {
@@ -98,6 +98,7 @@ const (
 	fewColumns16
 	fewColumns64
 	fewRows2
+	fewRows3
 	fewRows4
 	fewRows5
 	fewRowsGated2
@@ -170,6 +171,7 @@ var table = func() []kernel {
 		{"few.cu", "few_columns_16", 0},
 		{"few.cu", "few_columns_64", 0},
 		{"few.cu", "few_rows_2", 2 * skinnyStageBytes},
+		{"few.cu", "few_rows_3", 3 * skinnyStageBytes},
 		{"few.cu", "few_rows_4", 4 * skinnyStageBytes},
 		{"few.cu", "few_rows_5", 5 * skinnyStageBytes},
 		{"few.cu", "few_rows_gated_2", 2 * skinnyStageBytes},

@@ -195,7 +195,12 @@ KERNEL(512, 1) few_rows_2(const few_args a) {
   few_rows<2, false, false>(a, memory);
 }
 
-// For few tiles, after which other kernels follow soon.
+// For few tiles, after which other kernels follow soon. With three stages a narrow block of an expert GEMM finds room beside.
+KERNEL(512, 2) few_rows_3(const few_args a) {
+  DYNAMIC_SHARED(memory);
+  few_rows<3, false, true>(a, memory);
+}
+
 KERNEL(512, 2) few_rows_4(const few_args a) {
   DYNAMIC_SHARED(memory);
   few_rows<4, false, true>(a, memory);

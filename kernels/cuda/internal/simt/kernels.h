@@ -45,7 +45,7 @@ extern const simt_kernel TABLE[] = {
     ENTRY(sample, sample_args),         ENTRY(sample_merge, sample_args),  ENTRY(attention_join, attention_args),
     ENTRY(sample_cut, sample_args),     ENTRY(log_probs, log_probs_args),  ENTRY(adjust, adjust_args),
     ENTRY(restore, adjust_args),        ENTRY(few_columns_8, few_args),    ENTRY(few_columns_16, few_args),
-    ENTRY(few_columns_64, few_args),   ENTRY(few_rows_2, few_args),        ENTRY(few_rows_4, few_args), ENTRY(few_rows_5, few_args), ENTRY(few_rows_gated_2, few_args), ENTRY(few_rows_gated_5, few_args), ENTRY(few_rows_gated_once_5, few_args), ENTRY(router_gate_up, router_gate_up_args), ENTRY(route_down, route_down_args),
+    ENTRY(few_columns_64, few_args),   ENTRY(few_rows_2, few_args),        ENTRY(few_rows_3, few_args), ENTRY(few_rows_4, few_args), ENTRY(few_rows_5, few_args), ENTRY(few_rows_gated_2, few_args), ENTRY(few_rows_gated_5, few_args), ENTRY(few_rows_gated_once_5, few_args), ENTRY(router_gate_up, router_gate_up_args), ENTRY(route_down, route_down_args),
     ENTRY(copy_blocks, copy_blocks_args), ENTRY(copy_small, copy_args), ENTRY(add_rows, add_rows_args), ENTRY(mask_logits, mask_args), ENTRY(group_few, sort_args), ENTRY(runs, runs_args),        ENTRY(combine_norm_256, combine_norm_args), ENTRY(combine_norm_512_few, combine_norm_args),
     ENTRY(combine_norm_512, combine_norm_args), ENTRY(combine_norm_512_3, combine_norm_args), ENTRY(combine_norm_few_256, combine_norm_args), ENTRY(combine_norm_few_512, combine_norm_args),
     ENTRY(attention_128_wide, attention_args), ENTRY(rope_attention_128_wide, rope_attention_args), ENTRY(norm_rope_attention_128_wide, rope_attention_args), HEADS(32), HEADS(64), HEADS(96), HEADS(128), TILES(matmul), TILES(up), TILES(down),
