@@ -439,8 +439,9 @@ type promptArgs struct {
 	maxRows    int32     // 440
 	chunks     int32     // 444
 	joins      int32     // 448
-	scale      float32   // 452
-	_          [56]byte
+	chunkTiles int32     // 452
+	scale      float32   // 456
+	_          [52]byte
 }
 
 // sortArgs has the layout of sort_args in src/route.cu: 40 bytes, fields at these.

@@ -25,7 +25,7 @@ const (
 	attentionBlocks, attentionTiles = 4, 32
 	// prompt.cu computes all tokens of a step with contexts of at least longContext tokens, and so
 	// many that attention.cu would have longParts partial results.
-	longContext, longParts = 16 << 10, 4 << 10
+	longContext, longParts = 16 << 10, 2 << 10
 )
 
 const (

@@ -16,9 +16,29 @@ const (
 	// queries, and the float32 results of earlier chunks.
 	promptSharedBytes = ringAlign + 4*promptTile*promptHead*2 + promptQueries*promptHead*(2+4)
 	promptThreads     = 384
+	// Without joins, chunks of a split context have at most promptPartTiles tiles, so that multiprocessors have equal work
+	// where sequences differ in length, too.
+	promptPartTiles = 16
 )
 
-// promptChunks is the number of chunks of a context, as prompt.cu has them.
+// promptPart is how many tiles a chunk of split contexts of at most that many tokens has, without joins: what lets all end
+// soonest, by that many sequences and KV heads together. It is the same for all contexts that a graph of kernels is launched
+// with (see docs/design/pipeline.md).
+func (b *Backend) promptPart(pairs, context int) int {
+	const rounded, mostRounds = 256, 8
+	tiles := ceil(context, rounded) * rounded / promptTile
+	best, least := tiles, math.MaxInt
+	for rounds := 1; rounds <= mostRounds; rounds++ {
+		parts := min(max(rounds*b.multiprocessors/pairs, 1), tiles)
+		each := min(ceil(tiles, parts), promptPartTiles)
+		if took := ceil(pairs*ceil(tiles, each), b.multiprocessors) * (2*each + 1); took < least { // start and end take as long as half a tile
+			best, least = each, took
+		}
+	}
+	return best
+}
+
+// promptChunks is the number of chunks of a context, as prompt.cu has them with joins.
 func promptChunks(context int) int {
 	const small, large, from = 256, 1024, 4096
 	return ceil(min(context, from), small) + ceil(max(context-from, 0), large)
@@ -78,11 +98,15 @@ func (l *streamState) prompt(o *kernels.Attention, minRows int) error {
 
 	g := grid{threads: promptThreads, shared: promptSharedBytes}
 	perTile := promptQueries / group
-	chunks := promptChunks(o.MaxContext)
+	chunks, part := promptChunks(o.MaxContext), 0
+	if !l.b.o.BatchInvariant {
+		part = l.b.promptPart(sequences*kvHeads, o.MaxContext)
+		chunks = ceil(o.MaxContext, part*promptTile)
+	}
 	if rows := min(queriesPerWarp/group, o.MaxSeqTokens); rows >= minRows && !(sequences == 1 && o.MaxSeqTokens > rows) {
 		if parts, split := l.b.splitAttention(sequences, rows, heads, kvHeads, promptHead, chunks); split {
 			a.sums, a.ends = uint64(l.work.Addr), uint64(l.work.Addr)+uint64(parts)*promptHead*4
-			a.maxRows, a.chunks = int32(rows), int32(chunks)
+			a.maxRows, a.chunks, a.chunkTiles = int32(rows), int32(chunks), int32(part)
 			g.x = min(l.b.multiprocessors, sequences*kvHeads*chunks)
 			if err := launch(l, o.Name(), promptKernel, g, &a); err != nil {
 				return err
@@ -90,7 +114,7 @@ func (l *streamState) prompt(o *kernels.Attention, minRows int) error {
 			if err := launch(l, o.Name(), promptJoin, grid{x: sequences * rows, y: heads, threads: 128}, &a); err != nil {
 				return err
 			}
-			a.minRows, a.maxRows, a.chunks = a.maxRows+1, math.MaxInt32, 0
+			a.minRows, a.maxRows, a.chunks, a.chunkTiles = a.maxRows+1, math.MaxInt32, 0, 0
 		}
 	}
 	if o.MaxSeqTokens < int(a.minRows) {

@@ -5,7 +5,8 @@
 
 FlashAttention 3 is that of an installed vLLM (vllm.vllm_flash_attn); where there is none, PyTorch's
 scaled_dot_product_attention takes its place, whose rows name it. Keys and values lie in one piece, and for
-FlashAttention 3 also in blocks of 16 tokens in no order, as vLLM has them. Operations are those of the
+FlashAttention 3 also in blocks of 16 tokens in no order, as vLLM has them. Decode steps are timed eight at once, in a CUDA
+graph and over other blocks (or the same piece) each. Operations are those of the
 positions that a token attends to; times are medians.
 """
 
@@ -20,7 +21,7 @@ ALIKE = {"phi-3.5-moe": "mixtral-8x7b"}
 K = 1024
 PROMPTS = [(1, n, n) for n in (4 * K, 16 * K, 32 * K, 128 * K)] + [(1, 8 * K, n) for n in (32 * K, 128 * K)]
 DECODES = [(s, 1, n) for n in (32 * K, 128 * K) for s in (1, 8, 32)]
-HEAD, BLOCK = 128, 16
+HEAD, BLOCK, IN_TURN = 128, 16, 8
 
 
 def attended(tokens, context):
@@ -62,7 +63,16 @@ def run(path):
         sequences, tokens, context = case
         heads, kv_heads = MODELS[model]
         try:
-            seconds = timed(torch, f)
+            if tokens == 1:
+                f(0)  # loads code
+                torch.cuda.synchronize()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    for i in range(IN_TURN):
+                        f(i)
+                seconds = timed(torch, graph.replay) / IN_TURN
+            else:
+                seconds = timed(torch, lambda: f(0))
         except Exception as e:  # what a build lacks is missing in the table
             print(f"{model} {case} {kernel}: {type(e).__name__}: {e}", file=sys.stderr)
             return
@@ -84,15 +94,15 @@ def run(path):
                 if tokens != context:
                     continue
                 some = [x[:n].view(sequences, context, -1, HEAD).transpose(1, 2) for x in (q, k, v)]
-                add(model, case, "torch sdpa", lambda: torch.nn.functional.scaled_dot_product_attention(*some, is_causal=True, enable_gqa=True))
+                add(model, case, "torch sdpa", lambda i: torch.nn.functional.scaled_dot_product_attention(*some, is_causal=True, enable_gqa=True))
                 continue
             ends = torch.arange(0, sequences + 1, device=device, dtype=torch.int32) * context
-            add(model, case, "FA3", lambda: flash(q, k[:n], v[:n], tokens, starts, context, cu_seqlens_k=ends, causal=True, fa_version=3))
-            table = torch.randperm(n // BLOCK, device=device).to(torch.int32).view(sequences, -1)
+            add(model, case, "FA3", lambda i: flash(q, k[:n], v[:n], tokens, starts, context, cu_seqlens_k=ends, causal=True, fa_version=3))
+            tables = [torch.randperm(most // BLOCK, device=device)[: n // BLOCK].to(torch.int32).view(sequences, -1) for _ in range(IN_TURN if tokens == 1 else 1)]
             used = torch.full((sequences,), context, device=device, dtype=torch.int32)
-            paged = [x[:n].view(-1, BLOCK, kv_heads, HEAD) for x in (k, v)]
+            paged = [x.view(-1, BLOCK, kv_heads, HEAD) for x in (k, v)]
             add(model, case, "FA3 paged",
-                lambda: flash(q, *paged, tokens, starts, context, seqused_k=used, block_table=table, causal=True, fa_version=3))
+                lambda i: flash(q, *paged, tokens, starts, context, seqused_k=used, block_table=tables[i], causal=True, fa_version=3))
         del k, v
     with open(path, "w") as f:
         json.dump({"device": torch.cuda.get_device_name(), "results": results}, f, indent=1)

@@ -9,12 +9,12 @@
 // of the next. Probabilities stay in registers, as operand A.
 //
 // The softmax is online, as in FlashAttention-3 (https://arxiv.org/abs/2407.08608): over all positions
-// or (joins) inside chunks of positions, which are then joined in ascending order. Chunks are small
+// or (joins) inside chunks of positions, which are then joined in ascending order. With joins chunks are small
 // at first, so that a short context makes enough of them, and large from position 4096 on, so that a
-// long one has few partial results. Positions that a query does not attend to leave its state
-// unchanged, bit for bit. So a token's result depends only on the positions it attends to: neither on
+// long one has few partial results. Without, a sequence may be split into chunks of chunk_tiles.
+// Positions that a query does not attend to leave its state unchanged, bit for bit. So a token's result depends only on the positions it attends to: neither on
 // its tile nor on how its prompt was cut, and with joins not even on whether its chunks are items of
-// their own (split) and are joined by prompt_join.
+// their own (split) and are joined by prompt_join. Without, it also depends on chunk_tiles.
 
 struct prompt_args {
   tensor_map k, v;         // rows of both: tokens of the cache, of all its KV heads; tiles of box of them
@@ -30,6 +30,7 @@ struct prompt_args {
   int min_rows, max_rows;  // this launch computes the sequences with that many tokens in the step
   int chunks;              // split: chunks of a sequence at most; else 0
   int joins;               // the softmax is online inside chunks, which are joined; 0: over all positions of an item
+  int chunk_tiles;         // split, without joins: tiles of a chunk
   float scale;             // multiplied by log2(e)
 };
 
@@ -40,15 +41,17 @@ constexpr int query_bytes = 64 * 128;             // 64 elements of each query o
 constexpr int slots = 4;
 constexpr int cached_positions = 65536;           // 32 MiB of keys and values of one KV head
 
-// Chunks have 256 positions up to position 4096, and 1024 from there on. prompt.go counts them.
+// With joins chunks have 256 positions up to position 4096, and 1024 from there on. prompt.go counts them.
 constexpr int small_chunk = 256, large_chunk = 1024, large_from = 4096;
 
-DEVICE int chunk_of(int position) {
+DEVICE int chunk_of(const prompt_args &a, int position) {
+  if (a.chunk_tiles > 0) return position / (a.chunk_tiles * tile_positions);
   return position < large_from ? position / small_chunk : large_from / small_chunk + (position - large_from) / large_chunk;
 }
 
 // The first tile of a chunk.
-DEVICE int chunk_tile(int chunk) {
+DEVICE int chunk_tile(const prompt_args &a, int chunk) {
+  if (a.chunk_tiles > 0) return chunk * a.chunk_tiles;
   int more = max(0, chunk - large_from / small_chunk);
   return ((chunk - more) * small_chunk + more * large_chunk) / tile_positions;
 }
@@ -87,7 +90,7 @@ struct prompt {
 
   // Items of a KV head and tile of a sequence: with split one for each chunk.
   DEVICE int parts(int rows, int context) const {
-    return a.chunks == 0 ? 1 : chunk_of(context - 1) + 1 - chunk_of(first_seen(context - rows));
+    return a.chunks == 0 ? 1 : chunk_of(a, context - 1) + 1 - chunk_of(a, first_seen(context - rows));
   }
 
   DEVICE void look(cursor &c) const {
@@ -140,9 +143,9 @@ struct prompt {
     t.from = first_seen(t.position) / tile_positions;
     t.to = (t.position + t.rows + tile_positions - 1) / tile_positions;
     if (a.chunks > 0) {
-      int chunk = chunk_of(t.begin) + part;
-      t.from = max(t.from, chunk_tile(chunk));
-      t.to = min(t.to, chunk_tile(chunk + 1));
+      int chunk = chunk_of(a, t.begin) + part;
+      t.from = max(t.from, chunk_tile(a, chunk));
+      t.to = min(t.to, chunk_tile(a, chunk + 1));
     }
     return t;
   }
@@ -494,7 +497,7 @@ struct prompt {
     release(s.now.slot);
     advance(r, s.now);
     if (a.chunks > 0) {
-      store_partial(s, t, group, chunk_of(t.from * tile_positions));
+      store_partial(s, t, group, chunk_of(a, t.from * tile_positions));
       return;
     }
     join_chunk(s, s.row_max, s.sum, total, first, true);
@@ -551,8 +554,8 @@ KERNEL(128, 1) prompt_join(const __grid_constant__ prompt_args a) {
   int sequence = blockIdx.x / a.max_rows, row = blockIdx.x % a.max_rows, head = blockIdx.y, column = threadIdx.x;
   int start = ((const int *)a.starts)[sequence], n = ((const int *)a.starts)[sequence + 1] - start;
   if (row >= n || n < a.min_rows || n > a.max_rows) return;
-  int p = ((const int *)a.lens)[sequence] - n + row, first = chunk_of(a.window > 0 ? max(0, p - a.window + 1) : 0);
+  int p = ((const int *)a.lens)[sequence] - n + row, first = chunk_of(a, a.window > 0 ? max(0, p - a.window + 1) : 0);
   i64 at = ((sequence * (i64)a.max_rows + row) * a.heads + head) * a.chunks + first;
-  float out = join_chunks((const float *)a.sums + at * head_size, (const float2 *)a.ends + at, chunk_of(p) + 1 - first, head_size, column);
+  float out = join_chunks((const float *)a.sums + at * head_size, (const float2 *)a.ends + at, chunk_of(a, p) + 1 - first, head_size, column);
   ((u16 *)a.out)[(start + row) * a.out_row + head * a.out_head + column] = to_act(out);
 }

@@ -356,6 +356,7 @@
   FIELD(prompt_args, max_rows) \
   FIELD(prompt_args, chunks) \
   FIELD(prompt_args, joins) \
+  FIELD(prompt_args, chunk_tiles) \
   FIELD(prompt_args, scale) \
   STRUCT(sort_args) \
   FIELD(sort_args, ids) \
