@@ -39,8 +39,11 @@ func (m *Model) MLP(s device.Stream, layer int, r Span) error {
 // micro-batch's whose PostAttention has sorted. Spans run one after another, each with its Experts
 // and Combine.
 func (m *Model) SortByExpert(s device.Stream, layer int, r Span) error {
+	if m.unrouted {
+		return fmt.Errorf("forward: sort by expert in layer %d, whose selection is left to Experts", layer)
+	}
 	at := &m.ws.routing
-	m.runs, m.unrouted = kernels.Tensor{}, false
+	m.runs = kernels.Tensor{}
 	m.ops.sort = kernels.SortByExpert{IDs: r.slice(at.ids, 1), Offsets: at.offsets, Order: r.slice(at.order, m.Config.TopK)}
 	return m.enqueueLayer(s, layer, &m.ops.sort)
 }
@@ -49,12 +52,15 @@ func (m *Model) SortByExpert(s device.Stream, layer int, r Span) error {
 // PostAttention left it) of tokens [0, rows). Most of the experts that the later layer will
 // select are thus known that much earlier. PredictedRouting returns the ids. The step's results
 // do not depend on them, and they are not counted in Counts. It must run after PostAttention of
-// every micro-batch and before the first wave of Experts, since it uses the memory of the
-// router's scores and of the experts' outputs.
+// every micro-batch, which must not leave the selection to Experts, and before the first wave of Experts, since it uses the
+// memory of the router's scores and of the experts' outputs.
 func (m *Model) PredictNext(s device.Stream, layer, rows int) error {
 	c, w := m.Config, &m.Weights.Layers[layer]
 	if c.Dense[layer] {
 		return fmt.Errorf("forward: predict routing of layer %d, which has no router", layer)
+	}
+	if m.unrouted {
+		return fmt.Errorf("forward: predict routing of layer %d before Experts of a layer whose selection is left to it", layer)
 	}
 	h, scores := m.ws.experts.down.Slice(0, rows), m.ws.routing.predictedScores.Slice(0, rows)
 	err := m.norm(s, layer, kernels.Norm{

@@ -551,6 +551,27 @@ func TestRuns(t *testing.T) {
 	}
 }
 
+// What reads or overwrites the router's selection is refused where that is left to Experts.
+func TestLeftToExperts(t *testing.T) {
+	c := mustParse(t, "mixtral", nil)
+	l, err := models.NewLayout(c, models.NewDummy(c, 0), nil)
+	check(t, err)
+	b := &listing{}
+	limits := Limits{MaxTokens: 16, MaxSeqs: 1, MaxLogits: 1, MaxModelLen: 16, BlockTokens: 16}
+	m, err := NewModel(c, l.Bind(1<<20), b, device.Range{Addr: 1 << 30, Bytes: WorkspaceBytes(c, b, limits)}, limits)
+	check(t, err)
+	batch := Batch{Span: Span{Rows: 1}}
+	check(t, m.PostAttention(nil, 0, &batch, true, true))
+	if err := m.SortByExpert(nil, 0, batch.Span); err == nil || !strings.Contains(err.Error(), "layer 0, whose selection is left to Experts") {
+		t.Errorf("SortByExpert: %v", err)
+	}
+	if err := m.PredictNext(nil, 1, 1); err == nil || !strings.Contains(err.Error(), "predict routing of layer 1 before Experts") {
+		t.Errorf("PredictNext: %v", err)
+	}
+	check(t, m.PostAttention(nil, 0, &batch, true, false))
+	check(t, errors.Join(m.SortByExpert(nil, 0, batch.Span), m.PredictNext(nil, 1, 1)))
+}
+
 // Stages, and putting a batch together, allocate nothing; and they suit a backend
 // with 16-bit activations.
 func TestNoAllocations(t *testing.T) {

@@ -46,7 +46,8 @@ func (o *RouterGateUp) Declare(d *Decl) {
 
 // RouteDown runs Route and Down, the down projection of a shared expert, with the bits of both one after
 // the other. A backend may run them at the same time, so neither may write what the other one reads or
-// writes. Check finds that of dense tensors only.
+// writes. Check finds that of dense tensors only. Logits stay as they are until an ExpertUp and ExpertDown right behind it,
+// with its lists, have ended, which may select by them, too.
 type RouteDown struct {
 	Route Route
 	Down  MatMul
@@ -106,9 +107,8 @@ func (o *RouteExpertUp) Check() error {
 	c := checker{op: "route_expert_up: Route"}
 	route, up := &o.Route, &o.Up
 	route.check(&c)
-	if c.ok() {
-		c.err = up.Check()
-	}
+	c.op = "route_expert_up: Up"
+	up.check(&c)
 	c.op = o.Name()
 	if c.ok() && (route.Order != up.Order || route.Offsets != up.Offsets || route.Runs != up.Runs) {
 		c.failf("Route has Order %v, Offsets %v and Runs %v, want those of Up: %v, %v and %v", route.Order, route.Offsets, route.Runs, up.Order, up.Offsets, up.Runs)

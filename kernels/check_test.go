@@ -336,6 +336,7 @@ func TestCheckErrors(t *testing.T) {
 		{func(v *valid) Op { v.router.GateUp.Out.Addr = v.matmul.W.Addr; return &v.router }, "overlaps Router.W"},
 		{func(v *valid) Op { v.router.GateUp.Out.Addr = v.matmul.Bias.Addr; return &v.router }, "overlaps Router.Bias"},
 		{func(v *valid) Op { v.routeUp.Route.Method = 3; return &v.routeUp }, "kernels: route_expert_up: Route: Method is 3"},
+		{func(v *valid) Op { v.routeUp.Up.X = v.tensor(F32, 3, 16); return &v.routeUp }, "kernels: route_expert_up: Up: X is float32[3 16], want 32 columns (Layout.Hidden has 32)"},
 		{func(v *valid) Op { v.routeUp.Up.Order = v.tensor(I32, 6); return &v.routeUp }, "kernels: route_expert_up: Route has Order"},
 		{func(v *valid) Op { v.routeUp.Up.Out.Addr = v.route.Logits.Addr; return &v.routeUp }, "overlaps Route.Logits"},
 		{func(v *valid) Op { v.routeUp.Route.Weights.Addr = v.route.Logits.Addr; return &v.routeUp }, "overlaps Route.Logits"},

@@ -148,11 +148,15 @@ func (*ExpertUp) Name() string { return "expert_up" }
 // Check implements Op.
 func (o *ExpertUp) Check() error {
 	c := checker{op: o.Name()}
-	o.checkTokens(&c)
-	c.tensor("Out", &o.Out, floats, 2)
-	o.checkColumns(&c, "Out", &o.Out)
-	o.checkOut(&c, dim{o.Out.Shape[1], "Out"})
+	o.check(&c)
 	return c.err
+}
+
+func (o *ExpertUp) check(c *checker) {
+	o.checkTokens(c)
+	c.tensor("Out", &o.Out, floats, 2)
+	o.checkColumns(c, "Out", &o.Out)
+	o.checkOut(c, dim{o.Out.Shape[1], "Out"})
 }
 
 // Declare implements Op. Which experts, and which rows of X and Out, only the device knows.

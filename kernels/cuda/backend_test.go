@@ -483,12 +483,19 @@ func TestExpertUpBesideRouteDown(t *testing.T) {
 		if beside := strings.Contains(test.want, "up_64_routed"); up.listsReady != b2i(beside) || last.listsReady != 1 {
 			t.Errorf("%s: lists are ready for gate/up: %d, and for down: %d", test.name, up.listsReady, last.listsReady)
 		}
-		// Behind something else it waits.
-		if err := errors.Join(b.Enqueue(s, o.route), b.Enqueue(s, &kernels.Clamp{X: o.up.Out, Limit: 1}), b.Enqueue(s, &o.up)); err != nil {
-			t.Fatal(err)
-		}
-		if a := (*expertArgs)(unsafe.Pointer(&r.args[len(r.args)-1][0])); a.listsReady != 0 || !strings.HasSuffix(r.names(), "_few") {
-			t.Errorf("%s: behind another operation: %s, lists are ready: %d", test.name, r.names(), a.listsReady)
+		// Behind something else it waits: another operation, a GEMM of the library, or gate/up itself.
+		clamp, large := &kernels.Clamp{X: o.up.Out, Limit: 1}, matmul(500, 4096, 4096, kernels.BF16)
+		for i, between := range []kernels.Op{clamp, large, &o.up, &kernels.RouteExpertUp{Route: o.route.Route, Up: o.up}} {
+			r.library = true
+			if err := errors.Join(b.Enqueue(s, o.route), b.Enqueue(s, between), b.Enqueue(s, &o.up)); err != nil {
+				if i == 3 && test.edit != nil { // lists or tensors that do not suit RouteExpertUp
+					continue
+				}
+				t.Fatal(err)
+			}
+			if a := (*expertArgs)(unsafe.Pointer(&r.args[len(r.args)-1][0])); a.listsReady != 0 || !strings.HasSuffix(r.names(), "_few") {
+				t.Errorf("%s: behind %T: %s, lists are ready: %d", test.name, between, r.names(), a.listsReady)
+			}
 		}
 	}
 }
@@ -550,6 +557,32 @@ func TestExpertRuns(t *testing.T) {
 		up.Runs.Addr += 8
 		if err := b.Enqueue(s, &up); err == nil || !strings.Contains(err.Error(), "cuda: expert_up: Runs is at 0x") {
 			t.Errorf("runs that are not aligned: %v", err)
+		}
+	}
+}
+
+// TestPromptPart holds into how long chunks contexts are split: such that all multiprocessors have as many tiles, where one
+// sequence is long, and of equal length for all contexts that a graph is launched with.
+func TestPromptPart(t *testing.T) {
+	b := &Backend{multiprocessors: 132}
+	for _, test := range []struct{ pairs, context, want int }{
+		{8, 32768, 16},  // 128 chunks
+		{4, 32768, 8},   // 128
+		{8, 131072, 16}, // 512: four rounds
+		{4, 16384, 4},   // 128
+		{64, 32768, 16}, // not the 128 tiles of two rounds: other sequences may be shorter
+		{256, 131072, 16},
+		{1, 1 << 20, 16},
+		{1000, 16384, 16},
+		{8, 1, 1},
+	} {
+		if got := b.promptPart(test.pairs, test.context); got != test.want {
+			t.Errorf("%+v: %d tiles", test, got)
+		}
+	}
+	for context := 16<<10 + 1; context <= 16<<10+256; context++ {
+		if b.promptPart(8, context) != b.promptPart(8, 16<<10+256) {
+			t.Errorf("a context of %d has other chunks", context)
 		}
 	}
 }

@@ -44,7 +44,7 @@ func (l *streamState) routeDown(o *kernels.RouteDown) error {
 			a := routeDownArgs{route: routeArguments(&o.Route), down: fewArguments(down, down.Out.DType == kernels.F32)}
 			err := launch(l, o.Name(), routeDown, grid{x: 1 + blocks, threads: skinnyThreads, shared: shared}, &a)
 			if err == nil {
-				l.lastRoute = a.route
+				l.last.routeDown = a.route
 				l.routeDowns.Reset()
 				o.Declare(&l.routeDowns)
 			}

@@ -80,8 +80,7 @@ func (b *Backend) chooseExpertShape(units, tokens, experts, pairs int) kernelID 
 
 // hopperExpertGEMM enqueues a grouped GEMM of experts in the layout Tiles, as a persistent
 // kernel: blocks divide the tiles, whose number only the device knows.
-// With route it also routes the only token of p, of which the lists are to be (see routes), or, of the down projection,
-// that gate/up has routed.
+// With route, gate/up also routes the only token of p, whose lists route has (see routes).
 func (l *streamState) hopperExpertGEMM(op string, mode kernelID, p *kernels.ExpertGEMM, route *routeSortArgs) error {
 	x, out := &p.X, &p.Out
 	pairs, listed, all := p.Order.Shape[0], p.Experts.Shape[0], p.Slots.Shape[0]
@@ -132,17 +131,17 @@ func (l *streamState) hopperExpertGEMM(op string, mode kernelID, p *kernels.Expe
 	// If it directly follows the gate/up projection, the down projection starts to load weights
 	// while that still runs. Gate/up of one token directly behind RouteDown runs beside that.
 	now := expertLists{a.offsets, a.order, a.slots, a.experts, address(&p.Runs)}
-	switch last := &l.lastRoute; {
+	switch last := &l.last; {
 	case mode == gateUpMode:
-		if route == nil && (shape == expertNarrowFew || shape == expertAloneFew) && x.Shape[0] == 1 && last.selects(&a) && l.besideRouteDown(p) {
-			route, a.listsReady = last, 1
+		if route == nil && (shape == expertNarrowFew || shape == expertAloneFew) && x.Shape[0] == 1 && last.routeDown.selects(&a) && l.besideRouteDown(p) {
+			route, a.listsReady = &last.routeDown, 1
 		}
-	case l.lastGateUp != now:
-	case last.route.logits == 0:
+	case last.gateUp != now:
+	case last.selected.route.logits == 0:
 		a.listsReady = 1
 	case shape != expertWideFew:
-		// The lists may not be complete when it starts; the scores are.
-		route, a.listsReady = last, 1
+		// Lists may not be complete when it starts; the scores are.
+		route, a.listsReady = &last.selected, 1
 	}
 	if route != nil {
 		shape += expertNarrowRouted - expertNarrowFew
@@ -152,17 +151,16 @@ func (l *streamState) hopperExpertGEMM(op string, mode kernelID, p *kernels.Expe
 	// wherever other blocks end first.
 	g.noOverlap = shape == expertWide || shape == expertWideFew
 	k := expertKernels + (mode-gateUpMode)*kernelID(len(expertShapes)) + shape
+	var routed routedExpertArgs
+	var err error
 	if route == nil {
-		err := launch(l, op, k, g, &a)
-		if mode == gateUpMode && err == nil {
-			l.lastGateUp, l.lastRoute = now, routeSortArgs{}
-		}
-		return err
+		err = launch(l, op, k, g, &a)
+	} else {
+		routed = routedExpertArgs{expert: a, route: *route}
+		err = launch(l, op, k, g, &routed)
 	}
-	routed := routedExpertArgs{expert: a, route: *route}
-	err := launch(l, op, k, g, &routed)
 	if mode == gateUpMode && err == nil {
-		l.lastGateUp, l.lastRoute = now, routed.route
+		l.last.gateUp, l.last.selected = now, routed.route
 	}
 	return err
 }

@@ -178,7 +178,7 @@ var table = func() []kernel {
 		{"few.cu", "few_rows_gated_5", 5 * skinnyStageBytes},
 		{"few.cu", "few_rows_gated_once_5", 5 * skinnyStageBytes},
 		{"few.cu", "router_gate_up", 5 * skinnyStageBytes},
-		{"few.cu", "route_down", 4 * skinnyStageBytes},
+		{"few.cu", "route_down", 3 * skinnyStageBytes},
 		{"copy.cu", "copy_blocks", 0},
 		{"copy.cu", "copy_small", 0},
 		{"copy.cu", "add_rows", 0},

@@ -21,13 +21,20 @@ type streamState struct {
 	library libraryGEMM
 	tiles   tileMap
 	maps    [2]tensorMap
-	// lastGateUp has the lists of the latest launch if that was the gate/up projection of tiled
-	// experts.
-	lastGateUp expertLists
-	// lastRoute is what that has routed, too, or the latest launch if it was of RouteDown; zero: nothing.
-	lastRoute routeSortArgs
+	// last is what the next launch may overlap with.
+	last lastLaunch
 	// routeDowns is what the latest RouteDown reads and writes.
 	routeDowns kernels.Decl
+}
+
+// lastLaunch is what expert GEMMs have to know of the latest launch; zero if there is nothing.
+type lastLaunch struct {
+	// gateUp has the lists of a gate/up projection of tiled experts, and selected the router's scores by which that has
+	// selected its experts.
+	gateUp   expertLists
+	selected routeSortArgs
+	// routeDown is what a RouteDown routes.
+	routeDown routeSortArgs
 }
 
 // streamOwners has the streams that are in use by any backend of the process.
@@ -162,7 +169,7 @@ func launch[A any](l *streamState, op string, k kernelID, g grid, args *A) error
 	case g.x > 1<<31-1 || g.y > maxGrid || g.z > maxGrid:
 		return fmt.Errorf("cuda: %s: %d x %d x %d blocks exceed the maximum of a launch: use fewer rows or columns", op, g.x, g.y, g.z)
 	}
-	l.lastGateUp, l.lastRoute = expertLists{}, routeSortArgs{}
+	l.last = lastLaunch{}
 	n := copy(l.args[:], unsafe.Slice((*byte)(unsafe.Pointer(args)), unsafe.Sizeof(*args)))
 	if err := l.b.run.launch(l.stream, k, g, l.args[:n]); err != nil {
 		return fmt.Errorf("cuda: %s: %w", op, err)

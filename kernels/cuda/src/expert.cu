@@ -25,7 +25,7 @@ struct expert_args {
   int listed, experts_all;
   int top_k;               // gate/up projection: a pair's row of X is pair / top_k
   int max_tokens, stages;        // tokens of a tile, a multiple of 16; stages of the pipeline
-  int lists_ready;               // the preceding kernel writes only X: the lists were complete when it began
+  int lists_ready;               // what selects experts (lists, or with routed the scores) was complete when the preceding kernel began
   int most_runs;                 // few: entries of runs
   u64 runs;                      // few: {expert, first pair, pairs, 0} each, zeros behind the last
 };
@@ -226,8 +226,8 @@ struct expert_product {
     uint4 entry;
   };
 
-  // Whether the kernel in front writes nothing that this one reads. Of gate/up lists_ready says so, of down only that
-  // the lists are complete.
+  // Whether the kernel in front (route_down) neither writes what this one reads nor uses what it writes, and may run
+  // beside it: gate/up with lists_ready. What this one reads early it reads past L1, as its own wait is behind.
   DEVICE bool complete() const { return routed && up && a.lists_ready; }
 
   // The entry of a tile's run, zeros behind the last one.

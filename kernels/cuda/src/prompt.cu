@@ -12,9 +12,10 @@
 // or (joins) inside chunks of positions, which are then joined in ascending order. With joins chunks are small
 // at first, so that a short context makes enough of them, and large from position 4096 on, so that a
 // long one has few partial results. Without, a sequence may be split into chunks of chunk_tiles.
-// Positions that a query does not attend to leave its state unchanged, bit for bit. So a token's result depends only on the positions it attends to: neither on
-// its tile nor on how its prompt was cut, and with joins not even on whether its chunks are items of
-// their own (split) and are joined by prompt_join. Without, it also depends on chunk_tiles.
+// Positions that a query does not attend to leave its state unchanged, bit for bit. So a token's
+// result depends only on the positions it attends to: neither on its tile nor on how its prompt was
+// cut, and with joins not even on whether its chunks are items of their own (split) and are joined by
+// prompt_join. Without, it depends on chunk_tiles, too.
 
 struct prompt_args {
   tensor_map k, v;         // rows of both: tokens of the cache, of all its KV heads; tiles of box of them
