@@ -21,6 +21,7 @@ import (
 
 // What measurements, which are no tests, are told by tools/cuda/gpu.sh.
 var (
+	promptMost = flag.Int("prompt-tokens", 128<<10, "the longest prompt that TestMeasurePrompts measures")
 	measureTo  = flag.String("measure", "", "run measurements and write their results to this file as JSON; empty: they skip")
 	measureFor = flag.Duration("measure-for", 45*time.Second, "no measurement begins another round after this time")
 )

@@ -65,7 +65,7 @@
 #   kvcopy        copies of 1,000 scattered blocks from 4 KiB to 16 MiB between host, GPU and, with two GPUs, peer: queued, batched,
 #                 and by a kernel; 8 GiB of each memory
 #   prompts       attention of prompts of 4K to 128K tokens, of chunks of them and of decode steps, compared with FlashAttention 3 where
-#                 vLLM is installed (flash.py; else PyTorch); 24 GiB of GPU memory
+#                 vLLM is installed (flash.py; else PyTorch); 24 GiB of GPU memory. PROMPT_TOKENS is the longest prompt
 #   prefill       the whole prefill of one prompt of 32,000 tokens (bench prefix), with all experts in GPU memory, with half of them on the
 #                 second GPU where there is one, and with half in host memory, in steps of at most 8,192 and 32,768 tokens: whole Mixtral,
 #                 on H100 of 80 GB cut to 16 layers (LAYERS; 0: all); 50 GiB of host memory. PREFILL_MODEL, PREFILL_LEN, PREFILL_TOKENS (8192 32768) and
@@ -436,7 +436,7 @@ run() {
         limit 90 kernels/cuda kvcopy kvcopy "$work/kernels-cuda.test" -test.v -test.run 'TestMeasureCopies$' -measure "$logs/kvcopy.json" -measure-for 60s
         grep -E '^([|]|GB/s)' "$work/said" | tee -a "$logs/table.log" ;;
       prompts)
-        limit 90 kernels/cuda prompts prompts "$work/kernels-cuda.test" -test.v -test.run 'TestMeasurePrompts$' -measure "$logs/prompts.json"
+        limit 90 kernels/cuda prompts prompts "$work/kernels-cuda.test" -test.v -test.run 'TestMeasurePrompts$' -measure "$logs/prompts.json" -prompt-tokens "${PROMPT_TOKENS:-131072}"
         limit 90 . prompts flash python3 "$root/tools/cuda/flash.py" run "$logs/flash.json"
         python3 "$root/tools/cuda/flash.py" table "$logs/prompts.json" "$logs/flash.json" | tee -a "$logs/table.log" ;;
       prefill)
