@@ -35,9 +35,12 @@ type rig struct {
 	layout    kernels.ExpertLayout
 	slots     []kernels.Tensor // per layer, [E] U64
 	waves     []kernels.Tensor // lists that together name every expert once
+	whole     []kernels.Tensor // one that does alone
 	kv        views
 	attention *Attention
 	blocks    int
+	// steps counts the steps, routedUps operations that route and compute gate/up of what they select.
+	steps, routedUps int
 
 	// routed, if set, is called behind PostAttention of all micro-batches of an MoE
 	// layer.
@@ -81,7 +84,7 @@ func newRig(t testing.TB, c *models.Config, src models.Source) *rig {
 	limits.MaxModelLen = min(limits.MaxModelLen, c.MaxPositions)
 	need := WorkspaceBytes(c, r.backend, limits)
 	ws := r.alloc(device.HBM(0), need)
-	r.model, err = NewModel(c, l.Bind(arena.Range(0, l.Bytes).Addr), r.backend, ws.Range(0, need), limits)
+	r.model, err = NewModel(c, l.Bind(arena.Range(0, l.Bytes).Addr), countingRouted{r.backend, &r.routedUps}, ws.Range(0, need), limits)
 	check(t, err)
 	check(t, r.model.Constants(r.upload))
 
@@ -93,16 +96,19 @@ func newRig(t testing.TB, c *models.Config, src models.Source) *rig {
 	for i := range c.Layers {
 		r.slots = append(r.slots, slots.Slice(i, i+1).View(c.Experts))
 	}
-	// Two waves, of odd and of even experts.
-	for _, first := range []int{1, 0} {
+	list := func(to *[]kernels.Tensor, first, step int) {
 		var list []byte
-		for e := first; e < c.Experts; e += 2 {
+		for e := first; e < c.Experts; e += step {
 			list = binary.LittleEndian.AppendUint32(list, uint32(e))
 		}
 		if len(list) > 0 {
-			r.waves = append(r.waves, r.tensor(list, kernels.I32, len(list)/4))
+			*to = append(*to, r.tensor(list, kernels.I32, len(list)/4))
 		}
 	}
+	// Two waves, of odd and of even experts.
+	list(&r.waves, 1, 2)
+	list(&r.waves, 0, 2)
+	list(&r.whole, 0, 1)
 
 	// A block has its keys and values of all layers, one after another.
 	b := limits.BlockTokens
@@ -120,6 +126,19 @@ func newRig(t testing.TB, c *models.Config, src models.Source) *rig {
 	}
 	r.attention = r.model.Attention(&r.kv)
 	return r
+}
+
+// countingRouted is a backend that counts as rig.routedUps says.
+type countingRouted struct {
+	kernels.Backend
+	routedUps *int
+}
+
+func (c countingRouted) Enqueue(s device.Stream, op kernels.Op) error {
+	if _, ok := op.(*kernels.RouteExpertUp); ok {
+		*c.routedUps++
+	}
+	return c.Backend.Enqueue(s, op)
 }
 
 // views are the keys and values of a cache, by layer, [blocks, B, kv heads, D].
@@ -203,7 +222,8 @@ func (r *rig) floats(x kernels.Tensor) []float32 {
 	return f
 }
 
-// step runs micro-batches as one group and returns them on the device.
+// step runs micro-batches as one group and returns them on the device. Every other time a single token's experts are in
+// one list.
 func (r *rig) step(group ...*HostBatch) []Batch {
 	r.t.Helper()
 	m, s := r.model, r.stream
@@ -217,6 +237,10 @@ func (r *rig) step(group ...*HostBatch) []Batch {
 		check(r.t, r.upload(up.Range(0, n), data[:n]))
 		batches = append(batches, b)
 		rows += b.Rows
+	}
+	lists := r.waves
+	if r.steps++; rows == 1 && r.steps%2 == 0 {
+		lists = r.whole
 	}
 	for i := range batches {
 		check(r.t, m.Embed(s, &batches[i]))
@@ -245,7 +269,7 @@ func (r *rig) step(group ...*HostBatch) []Batch {
 		if !shared {
 			check(r.t, m.SharedExpert(s, layer, Span{Rows: rows}))
 		}
-		for _, list := range r.waves {
+		for _, list := range lists {
 			check(r.t, m.Experts(s, layer, Span{Rows: rows}, r.slots[layer], list, r.layout))
 		}
 		check(r.t, m.Combine(s, layer, Span{Rows: rows}))
@@ -426,6 +450,9 @@ func TestFixtures(t *testing.T) {
 			}
 			if prompts < 4 {
 				t.Errorf("%d prompts", prompts)
+			}
+			if c.SharedWidth == 0 && r.routedUps == 0 {
+				t.Error("no experts have selected themselves")
 			}
 		})
 	}

@@ -425,7 +425,8 @@ func TestLimits(t *testing.T) {
 // checking is a backend that checks operations and runs none.
 type checking struct {
 	kernels.Backend
-	ops int
+	// routedUps are those that route and compute gate/up of what they select.
+	ops, routedUps int
 	// names are those of the operations, where they are to be listed.
 	list  bool
 	names []string
@@ -433,6 +434,9 @@ type checking struct {
 
 func (c *checking) Enqueue(_ device.Stream, op kernels.Op) error {
 	c.ops++
+	if _, ok := op.(*kernels.RouteExpertUp); ok {
+		c.routedUps++
+	}
 	if c.list {
 		c.names = append(c.names, op.Name())
 	}
@@ -499,6 +503,8 @@ func (l *listing) Enqueue(s device.Stream, op kernels.Op) error {
 		l.route = o.Route.Runs
 	case *kernels.ExpertUp:
 		l.up = o.Runs
+	case *kernels.RouteExpertUp:
+		l.route, l.up = o.Route.Runs, o.Up.Runs
 	case *kernels.ExpertDown:
 		l.down = o.Runs
 	}
@@ -506,46 +512,81 @@ func (l *listing) Enqueue(s device.Stream, op kernels.Op) error {
 }
 
 // TestRuns holds when experts get the runs that the router has listed: of few tokens that it has sorted, and where
-// all experts and all of their columns are computed.
+// all experts and all of their columns are computed. It also holds who runs the router's selection if that is left to
+// experts.
 func TestRuns(t *testing.T) {
 	c := mustParse(t, "qwen2_moe", nil)
 	l, err := models.NewLayout(c, models.NewDummy(c, 0), nil)
 	check(t, err)
-	b := &listing{}
+	b := &listing{checking: checking{list: true}}
 	limits := Limits{MaxTokens: 16, MaxSeqs: 1, MaxLogits: 1, MaxModelLen: 16, BlockTokens: 16}
 	m, err := NewModel(c, l.Bind(1<<20), b, device.Range{Addr: 1 << 30, Bytes: WorkspaceBytes(c, b, limits)}, limits)
 	check(t, err)
 	slots, list := kernels.New(1<<41, kernels.U64, c.Experts), kernels.New(1<<42, kernels.I32, c.Experts)
 	shape := c.ExpertShape(l.ExpertDType)
 	layout := kernels.ExpertLayout{ExpertShape: shape, Tag: "row-major", Size: device.Align(shape.Bytes())}
+	ops := func(run error) string {
+		check(t, run)
+		defer func() { b.names = nil }()
+		return strings.Join(b.names, " ")
+	}
 	for _, rows := range []int{1, 3, kernels.MaxRunRows, kernels.MaxRunRows + 1} {
 		batch, few := Batch{Span: Span{Rows: rows}}, rows <= kernels.MaxRunRows
 		for name, sorts := range map[string]func() error{
 			"router":                          func() error { return m.PostAttention(nil, 0, &batch, true, false) },
+			"router, later":                   func() error { return m.PostAttention(nil, 0, &batch, true, true) },
 			"router beside the shared expert": func() error { return m.PostAttentionShared(nil, 0, &batch) },
 			"sorted later": func() error {
 				return errors.Join(m.PostAttention(nil, 0, &batch, false, false), m.SortByExpert(nil, 0, batch.Span))
+			},
+			"sorted later, later": func() error {
+				return errors.Join(m.PostAttention(nil, 0, &batch, false, true), m.SortByExpert(nil, 0, batch.Span))
 			},
 			"sorted again": func() error {
 				return errors.Join(m.PostAttention(nil, 0, &batch, true, false), m.SortByExpert(nil, 0, batch.Span))
 			},
 		} {
-			check(t, sorts())
-			if want := few && name != "sorted later"; b.route.None() == want {
+			b.route = kernels.Tensor{}
+			left := rows == 1 && name == "router, later"
+			if got := ops(sorts()); strings.Contains(got, "route") == left {
+				t.Errorf("%d rows, %s: the router enqueues %q", rows, name, got)
+			}
+			if want := few && !strings.HasPrefix(name, "sorted later") && !left; b.route.None() == want {
 				t.Errorf("%d rows, %s: the router's runs are %v", rows, name, b.route)
 			}
 			want := few && strings.HasPrefix(name, "router")
-			check(t, m.Experts(nil, 0, batch.Span, slots, list, layout))
+			up := "expert_up"
+			if left {
+				up = "route_expert_up"
+			}
+			if got := ops(m.Experts(nil, 0, batch.Span, slots, list, layout)); got != up+" expert_down" {
+				t.Errorf("%d rows, %s: Experts enqueues %q, want %s first", rows, name, got, up)
+			}
 			if b.up.None() == want || b.up != b.down || want && b.up != b.route {
 				t.Errorf("%d rows, %s: runs of gate/up are %v, of down %v", rows, name, b.up, b.down)
 			}
-			check(t, m.Experts(nil, 0, batch.Span, slots, list.Slice(1, c.Experts), layout))
-			if !b.up.None() || !b.down.None() {
-				t.Errorf("%d rows, %s, some of the experts: runs of gate/up are %v, of down %v", rows, name, b.up, b.down)
-			}
-			check(t, m.ExpertColumns(nil, 0, batch.Span, slots, list, layout, kernels.Columns{End: shape.Intermediate}))
-			if !b.up.None() || !b.down.None() {
-				t.Errorf("%d rows, %s, some of the columns: runs of gate/up are %v, of down %v", rows, name, b.up, b.down)
+			for part, run := range map[string]func() error{
+				"experts": func() error { return m.Experts(nil, 0, batch.Span, slots, list.Slice(1, c.Experts), layout) },
+				"columns": func() error {
+					return m.ExpertColumns(nil, 0, batch.Span, slots, list, layout, kernels.Columns{End: shape.Intermediate})
+				},
+			} {
+				// The first call after the router's, and the second one.
+				up := "expert_up"
+				if left {
+					up = "route expert_up"
+				}
+				ops(sorts())
+				for range 2 {
+					got := ops(run())
+					if !b.up.None() || !b.down.None() {
+						t.Errorf("%d rows, %s, some of the %s: runs of gate/up are %v, of down %v", rows, name, part, b.up, b.down)
+					}
+					if got != up+" expert_down" {
+						t.Errorf("%d rows, %s, some of the %s: Experts enqueues %q, want %s first", rows, name, part, got, up)
+					}
+					up = "expert_up"
+				}
 			}
 		}
 	}
@@ -592,52 +633,71 @@ func TestNoAllocations(t *testing.T) {
 		layout := kernels.ExpertLayout{ExpertShape: shape, Tag: "row-major", Size: device.Align(shape.Bytes())}
 		h := NewHostBatch(c, limits)
 		dst := make([]byte, StepUploadBytes(limits, 1))
-		q := Sequence{IDs: make([]int32, 10), Start: 20, Blocks: make([]int32, 4)}
+		q := Sequence{Start: 20, Blocks: make([]int32, 4)}
 		var draw SamplingParams
+		// later: Experts get the router's selection to run.
+		later := false
 		step := func() {
+			span := Span{Rows: len(q.IDs)}
 			h.Reset(0, 0, 0)
 			row, err := h.Append(&q)
 			check(t, err)
-			_, err = h.Sample(row+9, &draw)
+			_, err = h.Sample(row+span.Rows-1, &draw)
 			check(t, err)
 			batch, _, err := h.Pack(dst, 1<<43)
 			check(t, err)
 			check(t, m.Embed(nil, &batch))
 			for layer := range c.Layers {
 				check(t, m.Attend(nil, layer, &batch, attention))
-				check(t, m.PostAttention(nil, layer, &batch, true, false))
+				check(t, m.PostAttention(nil, layer, &batch, true, later))
 				if c.Dense[layer] {
-					check(t, m.MLP(nil, layer, Span{Rows: 10}))
+					check(t, m.MLP(nil, layer, span))
 					continue
 				}
-				check(t, m.PredictNext(nil, layer, 10))
-				check(t, m.SortByExpert(nil, layer, Span{Rows: 10}))
-				check(t, m.SharedExpert(nil, layer, Span{Rows: 10}))
-				if c.SharedWidth > 0 {
+				if !later {
+					check(t, m.PredictNext(nil, layer, span.Rows))
+					check(t, m.SortByExpert(nil, layer, span))
+				}
+				check(t, m.SharedExpert(nil, layer, span))
+				if c.SharedWidth > 0 && !later {
 					check(t, m.PostAttentionShared(nil, layer, &batch))
 				}
-				check(t, m.Experts(nil, layer, Span{Rows: 10}, slots, list, layout))
-				check(t, m.Combine(nil, layer, Span{Rows: 10}))
+				check(t, m.Experts(nil, layer, span, slots, list, layout))
+				check(t, m.Combine(nil, layer, span))
 			}
 			check(t, m.Head(nil, &batch))
 		}
-		step()
-		plain := b.ops
-		for _, draw = range []SamplingParams{
-			{},
-			{
-				Temperature: 1, TopK: 3, TopP: 0.5, MinP: 0.1, RepetitionPenalty: 1.1, PresencePenalty: 0.5, FrequencyPenalty: 0.1,
-				Adjust: []TokenAdjust{{ID: 1, Seen: 2}, {ID: 5, Seen: -1, Bias: 3}}, LogProbs: true,
-			},
-		} {
-			step()
-			b.ops = 0
-			step()
-			if want := plain + 3*len(draw.Adjust)/2; b.ops != want {
-				t.Errorf("%s: a step of %d operations, want %d: %+v", kind, b.ops, want, draw)
+		moe := 0
+		for _, dense := range c.Dense {
+			if !dense {
+				moe++
 			}
-			if n := testing.AllocsPerRun(10, step); n > 0 {
-				t.Errorf("%s: a step of %d operations allocates %v times", kind, b.ops, n)
+		}
+		for _, later = range []bool{false, true} {
+			q.IDs = make([]int32, 10)
+			routed := 0
+			if later {
+				q.IDs, routed = q.IDs[:1], moe
+			}
+			draw, b.ops = SamplingParams{}, 0
+			step()
+			plain := b.ops
+			for _, draw = range []SamplingParams{
+				{},
+				{
+					Temperature: 1, TopK: 3, TopP: 0.5, MinP: 0.1, RepetitionPenalty: 1.1, PresencePenalty: 0.5, FrequencyPenalty: 0.1,
+					Adjust: []TokenAdjust{{ID: 1, Seen: 2}, {ID: 5, Seen: -1, Bias: 3}}, LogProbs: true,
+				},
+			} {
+				step()
+				b.ops, b.routedUps = 0, 0
+				step()
+				if want := plain + 3*len(draw.Adjust)/2; b.ops != want || b.routedUps != routed {
+					t.Errorf("%s: a step of %d operations, %d of which route and compute gate/up, want %d and %d: %+v", kind, b.ops, b.routedUps, want, routed, draw)
+				}
+				if n := testing.AllocsPerRun(10, step); n > 0 {
+					t.Errorf("%s, later %v: a step of %d operations allocates %v times", kind, later, b.ops, n)
+				}
 			}
 		}
 	}

@@ -56,8 +56,8 @@ type rig struct {
 	store *experts.Store
 	kv    *kvcache.Manager
 	p     *Pipeline
-	// gateUps counts gate/up projections of experts: without the runs that the router has listed, and with them.
-	gateUps [2]int
+	// gateUps counts gate/up projections of experts.
+	gateUps [gateUpKinds]int
 	// capturing is the pipeline's machine if Options.Graphs is set.
 	capturing *capturing
 
@@ -294,55 +294,68 @@ func (r *rig) run() history {
 	return h
 }
 
+// gateUpKind is what experts get from the router.
+type gateUpKind int
+
+const (
+	noRuns   gateUpKind = iota // no runs
+	withRuns                   // the runs that it has listed
+	routing                    // they select themselves, in one operation with the router
+	gateUpKinds
+)
+
 // countingBackend counts as rig.gateUps says.
 type countingBackend struct {
 	kernels.Backend
-	gateUps *[2]int
+	gateUps *[gateUpKinds]int
 }
 
 func (b countingBackend) Enqueue(s device.Stream, op kernels.Op) error {
-	var up *kernels.ExpertUp
 	switch o := op.(type) {
-	case *kernels.ExpertUp:
-		up = o
 	case *kernels.RouteExpertUp:
-		up = &o.Up
-	}
-	if up != nil {
-		with := 0
-		if !up.Runs.None() {
-			with = 1
+		b.gateUps[routing]++
+	case *kernels.ExpertUp:
+		if o.Runs.None() {
+			b.gateUps[noRuns]++
+		} else {
+			b.gateUps[withRuns]++
 		}
-		b.gateUps[with]++
 	}
 	return b.Backend.Enqueue(s, op)
 }
 
 // TestRuns: experts get the runs that the router has listed in steps of few tokens where all lie on the device, or
-// are read in place, and where a layer's are launched together; not where some are computed before others.
+// are read in place, and where a layer's are launched together; not where some are computed before others. Where they
+// wait for nothing, those of one token select themselves.
 func TestRuns(t *testing.T) {
 	for _, test := range []struct {
-		name          string
-		fraction      float64
-		options       Options
-		tokens        int
-		without, with bool
+		name     string
+		fraction float64
+		options  Options
+		tokens   int
+		want     gateUpKind
 	}{
-		{"resident", 0, Options{}, 1, false, true},
-		{"resident, many tokens", 0, Options{}, kernels.MaxRunRows + 1, true, false},
-		{"resident, micro-batches", 0, Options{MicroBatchTokens: 2}, 8, true, false},
-		{"none resident, layerwise", 1, Options{SmallBatchTokens: -1}, 1, false, true},
-		{"some resident, layerwise", 0.5, Options{SmallBatchTokens: -1}, 1, true, false},
-		{"some resident, on demand", 0.5, Options{SmallBatchTokens: 64}, 1, true, false},
-		{"in place", 0.5, Options{ExpertAccess: configs.DirectAccess}, 1, false, true},
+		{"resident", 0, Options{}, 1, routing},
+		{"resident, few tokens", 0, Options{}, 2, withRuns},
+		{"resident, many tokens", 0, Options{}, kernels.MaxRunRows + 1, noRuns},
+		{"resident, micro-batches", 0, Options{MicroBatchTokens: 2}, 8, noRuns},
+		{"resident, micro-batches of one token", 0, Options{MicroBatchTokens: 1}, 2, noRuns},
+		{"none resident, layerwise", 1, Options{SmallBatchTokens: -1}, 1, withRuns},
+		{"some resident, layerwise", 0.5, Options{SmallBatchTokens: -1}, 1, noRuns},
+		{"some resident, on demand", 0.5, Options{SmallBatchTokens: 64}, 1, noRuns},
+		{"in place", 0.5, Options{ExpertAccess: configs.DirectAccess}, 1, routing},
+		{"in place, few tokens", 0.5, Options{ExpertAccess: configs.DirectAccess}, 2, withRuns},
 	} {
 		r := newRig(t, "mixtral", test.fraction, emulated.Options{Virtual: true}, test.options)
 		table := r.kv.NewTable()
 		reserve(t, table, test.tokens)
 		_, err := r.p.Step(t.Context(), &Step{Sequences: []Sequence{{Tokens: make([]int32, test.tokens), Table: table, LogitRows: 1}}})
 		check(t, err)
-		if without, with := r.gateUps[0] > 0, r.gateUps[1] > 0; without != test.without || with != test.with {
-			t.Errorf("%s: %d gate/up projections of experts without runs and %d with them", test.name, r.gateUps[0], r.gateUps[1])
+		for kind, n := range r.gateUps {
+			if (n > 0) != (kind == int(test.want)) {
+				t.Errorf("%s: gate/up projections of experts without runs, with them, and in one operation with the router: %v", test.name, r.gateUps)
+				break
+			}
 		}
 		table.Release(false)
 	}

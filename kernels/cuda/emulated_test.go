@@ -8,8 +8,10 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"maps"
 	"math"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"testing"
 	"unsafe"
@@ -30,6 +32,9 @@ type simtRunner struct {
 	// wait.
 	op   kernels.Op
 	work device.Range
+	// launched, if set, gets the names of kernels; with " early" those of experts that read before they wait what
+	// others find by then (expertArgs.listsReady).
+	launched map[string]bool
 }
 
 // overlapping is a backend whose kernels start before those in front have written.
@@ -183,6 +188,12 @@ func (r *simtRunner) launch(s device.Stream, k kernelID, g grid, args []byte) er
 	}
 	r.seed++
 	seed := r.seed
+	if name := kernel.name; r.launched != nil {
+		if kernel.file == "expert.cu" && (*expertArgs)(unsafe.Pointer(&copied[0])).listsReady != 0 {
+			name += " early"
+		}
+		r.launched[name] = true
+	}
 	var ranges []device.Range
 	var early readEarly
 	if r.op != nil {
@@ -500,28 +511,33 @@ func TestEmulatedTiles(t *testing.T) {
 // they have waited, on sequences here and there in turn: all bits are as without.
 func TestEmulatedLayers(t *testing.T) {
 	t.Parallel()
-	for i, hopper := range []bool{false, true, true, true, true, true} {
-		m, b, s := emulate(t, Options{}, 3)
+	for _, c := range []struct {
+		hopper                      bool
+		multiprocessors, sequences  int
+		model                       string
+		d, intermediate, experts, k int
+		method                      kernels.RouteMethod
+		kernels                     []string // some of those that run
+	}{
+		{false, 3, 5, "small", 32, 64, 4, 2, kernels.SoftmaxRenorm, nil},
+		{true, 3, 5, "small", 32, 64, 4, 2, kernels.SoftmaxRenorm, []string{"expert_up_64_few", "expert_down_64_few early"}},
+		{true, 60, 5, "heads of 128", 128, 64, 4, 2, kernels.SoftmaxRenorm, []string{"rope_attention_128_wide"}},
+		{true, 6, 5, "shared expert", 32, 64, 4, 2, kernels.Softmax, []string{"router_gate_up", "route_down"}},
+		// Expert GEMMs that select their experts: gate/up routes, or runs beside what does.
+		{true, 3, 1, "small", 32, 64, 4, 2, kernels.SoftmaxRenorm, []string{"expert_up_64_routed", "expert_down_64_routed early"}},
+		{true, 6, 1, "shared expert", 32, 64, 8, 4, kernels.Softmax, []string{"route_down", "expert_up_64_routed early", "expert_down_64_routed early"}},
+		{true, 6, 1, "shared expert", 32, 64, 4, 2, kernels.Softmax, []string{"route_down", "expert_up_alone_routed early", "expert_down_alone_routed early"}},
+	} {
+		m, b, s := emulate(t, Options{}, c.multiprocessors)
+		hopper := c.hopper
 		b.hopper, b.largeSmem = hopper, hopper
-		model := &benchModel{"small", 128, 4, 2, 32, 64, 4, 2, 64, kernels.SoftmaxRenorm}
-		if i == 2 { // rope_attention_128_wide
-			b.multiprocessors = 60
-			model = &benchModel{"heads of 128", 128, 4, 2, 128, 64, 4, 2, 64, kernels.SoftmaxRenorm}
-		}
-		if i == 3 || i == 5 { // router_gate_up and route_down
-			b.multiprocessors = 6
-			model = &benchModel{"shared expert", 128, 4, 2, 32, 64, 4, 2, 64, kernels.Softmax}
-		}
-		sequences := 5
-		if i >= 4 { // expert GEMMs that select their experts
-			sequences = 1
-		}
+		model := &benchModel{c.model, 128, 4, 2, c.d, c.intermediate, c.experts, c.k, 64, c.method}
 		r := b.run.(*simtRunner)
 		r.work = b.work.Range(0, 1<<16)
 		x := &bench{TB: t, m: m, b: b, s: s, random: rand.New(rand.NewPCG(1, 2)), exponent: 9}
-		d := x.decoder(model, 2, sequences, 300)
+		d := x.decoder(model, 2, c.sequences, 300)
 		size := d.hidden.Bytes()
-		in := x.act(sequences, 128)
+		in := x.act(c.sequences, 128)
 		host, err := m.Alloc(device.Host, size, "hidden")
 		if err != nil {
 			t.Fatal(err)
@@ -543,11 +559,17 @@ func TestEmulatedLayers(t *testing.T) {
 		if bytes.Equal(want[0], want[1]) {
 			t.Errorf("%s, sm_90a %v: here and there are the same", model.name, hopper)
 		}
+		r.launched = map[string]bool{}
 		for i := range 4 {
 			if !bytes.Equal(run(overlapping{b, r}, i%2), want[i%2]) {
 				t.Errorf("%s, sm_90a %v, turn %d: kernels that overlap give other bits", model.name, hopper, i)
 			}
 			r.op = nil
+		}
+		for _, name := range c.kernels {
+			if !r.launched[name] {
+				t.Errorf("%s, %d sequences: no %s among %v", model.name, c.sequences, name, slices.Sorted(maps.Keys(r.launched)))
+			}
 		}
 		x.free()
 		if err := host.Free(); err != nil {
@@ -588,6 +610,8 @@ func TestEmulated(t *testing.T) {
 		{"f16-sm_90a-router", f16, 24, false, true, "router_gate_up", []kernels.DType{f16}, nil},
 		{"bf16-sm_90a-route", bf16, 132, false, true, "route_down", []kernels.DType{bf16, f32}, nil},
 		{"f16-sm_90a-route", f16, 4, false, true, "route_down", []kernels.DType{f16}, nil},
+		{"bf16-sm_90a-routed", bf16, 132, false, true, "route_expert_up", []kernels.DType{bf16}, nil},
+		{"f16-sm_90a-routed", f16, 6, false, true, "route_expert_up", []kernels.DType{f16}, nil},
 		{"bf16-sm_90a-experts", bf16, 3, false, true, "experts", []kernels.DType{bf16}, nil},
 	} {
 		if *full {

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"fmt"
 	"math"
+	"slices"
 
 	"github.com/moeserve/moeserve/kernels"
 )
@@ -210,12 +211,13 @@ func testRouteExpertUp(r *rig) {
 		{1, 128, 8, 64, 640, kernels.Softmax},
 		{1, 33, 33, 64, 64, kernels.SoftmaxRenorm}, // all
 		{1, 1, 1, 64, 1088, kernels.SoftmaxRenorm},
-		{1, 129, 3, 64, 64, kernels.Softmax}, // more than a warp selects of
+		{1, 129, 3, 64, 64, kernels.Softmax}, // more than a warp selects of, and the last one is selected
 		{3, 8, 2, 64, 64, kernels.SoftmaxRenorm},
 		{9, 8, 2, 64, 64, kernels.SoftmaxRenorm}, // without runs
 	}
 	if r.o.Full {
-		shapes = append(shapes, shape{1, 8, 2, 4096, 14336, kernels.SoftmaxRenorm}, shape{1, 128, 8, 2048, 768, kernels.SoftmaxRenorm}) // Mixtral, Qwen3
+		shapes = append(shapes, // Mixtral, Qwen3, Qwen1.5-MoE
+			shape{1, 8, 2, 4096, 14336, kernels.SoftmaxRenorm}, shape{1, 128, 8, 2048, 768, kernels.SoftmaxRenorm}, shape{1, 60, 4, 2048, 1408, kernels.Softmax})
 	}
 	for i, s := range shapes {
 		for j, w := range r.o.ExpertWeights {
@@ -229,14 +231,16 @@ func testRouteExpertUp(r *rig) {
 	}
 }
 
-// testRouteExpertUpShape routes n tokens, and runs both expert GEMMs, the second one directly behind the first and not.
-// variant selects what scores are like.
+// testRouteExpertUpShape routes n tokens, maybe beside a down projection, and runs both expert GEMMs, each directly behind
+// the operation in front and not. variant selects what scores are like.
 func testRouteExpertUpShape(r *rig, variant, n, experts, k, hidden, intermediate int, method kernels.RouteMethod, w kernels.DType) {
 	const jitter = 0.01
 	layout, err := r.backend.ExpertLayout(kernels.ExpertShape{Hidden: hidden, Intermediate: intermediate, DType: w})
 	r.must(err)
 	logits := r.rows(variant%2 == 0, "Logits", kernels.F32, n, experts).set(func(i int) float64 {
 		switch {
+		case experts > 128 && i == experts-1:
+			return 9 // it is selected
 		case variant%4 == 1: // equal scores, and both zeros
 			return []float64{-1, math.Copysign(0, -1), 0, 2}[r.rand.IntN(4)]
 		case variant%4 == 3 && i%3 == 1:
@@ -268,26 +272,41 @@ func testRouteExpertUpShape(r *rig, variant, n, experts, k, hidden, intermediate
 	}}
 	down := kernels.ExpertDown(up)
 	down.X, down.Out = mid.Tensor, out.Tensor
-	outs = append(outs, mid, out)
+	// The down projection of a shared expert.
+	const wide = 72
+	activated, projected := r.normal(r.rows(variant%2 == 0, "Shared.X", r.act, n, wide), 0, 1), r.rows(variant%2 == 1, "Shared.Out", r.act, n, hidden)
+	shared := kernels.MatMul{X: activated.Tensor, W: r.weights("Shared.W", r.act, hidden, wide).Tensor, Out: projected.Tensor}
+	outs = append(outs, mid, out, projected)
 	other := r.dense("Between", r.act, 1, 8)
 	between := kernels.Clamp{X: other.Tensor, Limit: 1}
+	// Behind RouteDown the scores may change: then they no longer tell the experts.
+	changed := tensor{kernels.New(logits.Addr, kernels.F32, experts), logits.buffer}
+	change := kernels.Copy{Src: r.normal(r.dense("Other logits", kernels.F32, experts), 0, 1).Tensor, Dst: changed.Tensor}
+	routeUp, routeDown := kernels.RouteExpertUp{Route: route, Up: up}, kernels.RouteDown{Route: route, Down: shared}
 	var want [][]byte
-	for name, ops := range [][]kernels.Op{
-		{&route, &up, &down},
-		{&kernels.RouteExpertUp{Route: route, Up: up}, &down},
-		{&kernels.RouteExpertUp{Route: route, Up: up}, &between, &down},
+	for order, ops := range [][]kernels.Op{
+		{&route, &shared, &up, &down},
+		{&shared, &routeUp, &down},
+		{&shared, &routeUp, &between, &down},
+		{&routeDown, &up, &down},
+		{&routeDown, &between, &up, &down},
+		{&routeDown, &change, &up, &down},
 	} {
 		counts.set(func(i int) float64 { return float64(i) * 1e10 })
 		for _, t := range append(outs, other) {
 			t.buffer.out = nil
 			t.writes()
 		}
+		logits.buffer.out = nil
+		if slices.Contains(ops, kernels.Op(&change)) {
+			changed.writes()
+		}
 		r.doPart(ops...)
 		for i, t := range outs {
-			if name == 0 {
+			if order == 0 {
 				want = append(want, bytes.Clone(t.buffer.after))
 			}
-			r.alike(t, want[i], fmt.Sprintf("order %d of operations", name))
+			r.alike(t, want[i], fmt.Sprintf("order %d of operations", order))
 		}
 	}
 	if variant%4 != 3 {
