@@ -25,7 +25,7 @@ struct expert_args {
   int listed, experts_all;
   int top_k;               // gate/up projection: a pair's row of X is pair / top_k
   int max_tokens, stages;        // tokens of a tile, a multiple of 16; stages of the pipeline
-  int lists_ready;               // what selects experts (lists, or with routed the scores) was complete when the preceding kernel began
+  int lists_ready;               // what selects experts (lists, or with routed the scores) was complete when the preceding kernel let this one start
   int most_runs;                 // few: entries of runs
   u64 runs;                      // few: {expert, first pair, pairs, 0} each, zeros behind the last
 };
