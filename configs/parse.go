@@ -543,6 +543,9 @@ func (s Settings) validatePeers() error {
 	if (trace.Generated || trace.File != "") && s.Device.Kind == CUDA {
 		return &SettingError{Key: "availability-trace", Value: s.Harvest.AvailabilityTrace, Want: "needs emulated devices; leave out --device cuda or this"}
 	}
+	if (trace.Generated || trace.File != "") && !peers.Auto && len(peers.GPUs) == 0 {
+		return &SettingError{Key: "availability-trace", Value: s.Harvest.AvailabilityTrace, Want: "needs peers, and --peers is none; name peers, or leave this out"}
+	}
 	if slices.Contains(peers.GPUs, s.Device.GPU) {
 		return &SettingError{Key: "peers", Value: s.Device.Peers, Want: fmt.Sprintf("names the GPU that computes, %d; name others", s.Device.GPU)}
 	}
