@@ -42,6 +42,10 @@ type pausing struct {
 	// ended is closed once the pause is reached, or ended before, with err.
 	ended chan struct{}
 	err   error
+	// applied, of a pause that is reached, is closed once the mode of a later call was applied, or the pause has ended
+	// before, with resumed set; nil without such a call.
+	applied chan struct{}
+	resumed bool
 }
 
 // Pause has the engine run no step until Resume. It returns when no step runs, no sequence has KV
@@ -63,11 +67,18 @@ func (e *Engine) Pause(ctx context.Context, mode PauseMode) error {
 	p := e.pausing
 	if p.mode != mode {
 		p.mode, p.begun = mode, false
+		if p.reached && p.applied == nil {
+			p.applied = make(chan struct{})
+		}
+	}
+	done, applied := p.ended, p.applied
+	if applied != nil {
+		done = applied
 	}
 	e.mu.Unlock()
 	e.wakeUp()
 	select {
-	case <-p.ended:
+	case <-done:
 	case e.running <- struct{}{}: // nobody else would notice the pause
 		err := e.settle(ctx)
 		e.running.Unlock()
@@ -76,11 +87,16 @@ func (e *Engine) Pause(ctx context.Context, mode PauseMode) error {
 			return fmt.Errorf("engine: pause: %w", err)
 		}
 	case <-ctx.Done():
-		if e.resume(false) {
+		if e.resume(false) || applied != nil {
 			return fmt.Errorf("engine: pause: %w", ctx.Err())
 		}
 	}
-	<-p.ended
+	<-done
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if applied != nil && p.resumed {
+		return errResumed
+	}
 	return p.err
 }
 
@@ -100,6 +116,11 @@ func (e *Engine) resume(reached bool) bool {
 	if p != nil && !p.reached {
 		p.err = errResumed
 		close(p.ended)
+	}
+	if p != nil && p.applied != nil {
+		p.resumed = true
+		close(p.applied)
+		p.applied = nil
 	}
 	e.state.Paused = false
 	e.mu.Unlock()
@@ -183,6 +204,10 @@ func (e *Engine) hold() bool {
 		if e.pausing == p && !p.reached {
 			p.reached, e.state.Paused = true, true
 			close(p.ended)
+		}
+		if p.applied != nil && p.begun {
+			close(p.applied)
+			p.applied = nil
 		}
 		e.mu.Unlock()
 	}

@@ -191,6 +191,27 @@ func TestPauseAlone(t *testing.T) {
 	}
 }
 
+// TestPauseInTwoModes: a pause that aborts, behind one that has kept a request, returns when that request has ended.
+func TestPauseInTwoModes(t *testing.T) {
+	n, _ := open(t, nil)
+	run(t, n)
+	for range 20 {
+		j, _ := started(t, n, engine.Request{Prompt: prompt(1, 40, 100), Params: params(150)})
+		for _, mode := range []engine.PauseMode{engine.PauseKeep, engine.PauseAbort} {
+			if err := n.Engine().Pause(t.Context(), mode); err != nil {
+				t.Fatal(mode, err)
+			}
+		}
+		if s := n.Engine().State(); !s.Paused || s.Waiting != 0 {
+			t.Errorf("behind a pause that aborts: %+v", s)
+		}
+		n.Engine().Resume()
+		if _, err := j.Wait(t.Context()); !errors.Is(err, engine.ErrPaused) {
+			t.Errorf("a request that was kept and then aborted: %v", err)
+		}
+	}
+}
+
 // TestPauseOfOthers: a Pause whose context is done does not end one that was reached for another caller, who
 // uses the memory.
 func TestPauseOfOthers(t *testing.T) {
