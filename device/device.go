@@ -53,6 +53,11 @@ func (r Range) Slice(off, n int64) Range {
 // End is the first address after r.
 func (r Range) End() Addr { return r.Addr + Addr(r.Bytes) }
 
+// Overlaps reports whether both have a byte in common.
+func (r Range) Overlaps(s Range) bool {
+	return r.Bytes > 0 && s.Bytes > 0 && r.Addr < s.End() && s.Addr < r.End()
+}
+
 func (r Range) String() string { return fmt.Sprintf("[%#x,+%d)", uint64(r.Addr), r.Bytes) }
 
 // Region is a Range with the space that its bytes are in. It owns nothing.

@@ -183,9 +183,9 @@ func (m *Model) Buffers(b *Batch) AttentionBuffers { return m.ws.attention.Rows(
 
 // PostAttention applies the output projection to b's attention output, adds the result to the
 // residual and norms the sum. In an MoE layer it also runs the router, and the gate of the shared
-// expert, and with sorts does what SortByExpert does for b's tokens. later, with sorts: the next Experts of the layer, for
+// expert, and with sorts does what SortByExpert does for b's tokens. inExperts, with sorts: the next Experts of the layer, for
 // the same tokens, enqueues the router's selection, which it may run at the same time; nothing between them reads that.
-func (m *Model) PostAttention(s device.Stream, layer int, b *Batch, sorts, later bool) error {
+func (m *Model) PostAttention(s device.Stream, layer int, b *Batch, sorts, inExperts bool) error {
 	m.unrouted = false
 	if err := m.projectOutput(s, layer, b); err != nil || m.Config.Dense[layer] {
 		return err
@@ -194,7 +194,7 @@ func (m *Model) PostAttention(s device.Stream, layer int, b *Batch, sorts, later
 		return err
 	}
 	m.ops.route = m.route(layer, b, sorts)
-	m.runs, m.unrouted = m.ops.route.Runs, later && sorts && b.Rows == 1
+	m.runs, m.unrouted = m.ops.route.Runs, inExperts && sorts && b.Rows == 1
 	if m.unrouted {
 		return nil
 	}

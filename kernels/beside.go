@@ -44,6 +44,23 @@ func (o *RouterGateUp) Declare(d *Decl) {
 	}
 }
 
+// apartFromRoute checks that what route writes shares no memory with other.
+func (c *checker) apartFromRoute(route *Route, name string, other *Tensor) {
+	for _, written := range [...]struct {
+		name string
+		t    *Tensor
+	}{
+		{"Route.IDs", &route.IDs},
+		{"Route.Weights", &route.Weights},
+		{"Route.Counts", &route.Counts},
+		{"Route.Offsets", &route.Offsets},
+		{"Route.Order", &route.Order},
+		{"Route.Runs", &route.Runs},
+	} {
+		c.disjoint(written.name, written.t, name, other)
+	}
+}
+
 // RouteDown runs Route and Down, the down projection of a shared expert, with the bits of both one after
 // the other. A backend may run them at the same time, so neither may write what the other one reads or
 // writes. Check finds that of dense tensors only. Logits stay as they are until an ExpertUp and ExpertDown right behind it,
@@ -65,22 +82,10 @@ func (o *RouteDown) Check() error {
 	down.check(&c)
 	c.op = o.Name()
 	c.disjoint("Down.Out", &down.Out, "Route.Logits", &route.Logits)
-	for _, written := range [...]struct {
-		name string
-		t    *Tensor
-	}{
-		{"Route.IDs", &route.IDs},
-		{"Route.Weights", &route.Weights},
-		{"Route.Counts", &route.Counts},
-		{"Route.Offsets", &route.Offsets},
-		{"Route.Order", &route.Order},
-		{"Route.Runs", &route.Runs},
-	} {
-		c.disjoint(written.name, written.t, "Down.X", &down.X)
-		c.disjoint(written.name, written.t, "Down.W", &down.W)
-		c.disjoint(written.name, written.t, "Down.Bias", &down.Bias)
-		c.disjoint(written.name, written.t, "Down.Out", &down.Out)
-	}
+	c.apartFromRoute(route, "Down.X", &down.X)
+	c.apartFromRoute(route, "Down.W", &down.W)
+	c.apartFromRoute(route, "Down.Bias", &down.Bias)
+	c.apartFromRoute(route, "Down.Out", &down.Out)
 	return c.err
 }
 
@@ -115,23 +120,11 @@ func (o *RouteExpertUp) Check() error {
 	}
 	c.size("Up.X", &up.X, 0, route.Logits.Shape[0], "rows", "Route.Logits")
 	c.disjoint("Up.Out", &up.Out, "Route.Logits", &route.Logits)
-	for _, written := range [...]struct {
-		name string
-		t    *Tensor
-	}{
-		{"Route.IDs", &route.IDs},
-		{"Route.Weights", &route.Weights},
-		{"Route.Counts", &route.Counts},
-		{"Route.Offsets", &route.Offsets},
-		{"Route.Order", &route.Order},
-		{"Route.Runs", &route.Runs},
-	} {
-		c.disjoint(written.name, written.t, "Route.Logits", &route.Logits)
-		c.disjoint(written.name, written.t, "Up.X", &up.X)
-		c.disjoint(written.name, written.t, "Up.Slots", &up.Slots)
-		c.disjoint(written.name, written.t, "Up.Experts", &up.Experts)
-		c.disjoint(written.name, written.t, "Up.Out", &up.Out)
-	}
+	c.apartFromRoute(route, "Route.Logits", &route.Logits)
+	c.apartFromRoute(route, "Up.X", &up.X)
+	c.apartFromRoute(route, "Up.Slots", &up.Slots)
+	c.apartFromRoute(route, "Up.Experts", &up.Experts)
+	c.apartFromRoute(route, "Up.Out", &up.Out)
 	return c.err
 }
 

@@ -171,5 +171,5 @@ func (c *checker) inPlace(name string, t *Tensor, other string, u *Tensor) {
 
 func overlap(t, u *Tensor) bool {
 	a, b := t.Range(), u.Range()
-	return a.Bytes > 0 && b.Bytes > 0 && a.Addr < b.End() && b.Addr < a.End()
+	return a.Overlaps(b)
 }

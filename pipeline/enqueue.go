@@ -196,7 +196,7 @@ func (q *enqueuer) enqueue(ctx context.Context, a Action, f *stepState) (err err
 	case AwaitAttention:
 		return q.attention.await(owner.stream, b, f.meter)
 	case Route:
-		return owner.model.PostAttention(owner.stream, a.Layer, &b.batch, sorted, f.shape.Ready)
+		return owner.model.PostAttention(owner.stream, a.Layer, &b.batch, sorted, f.shape.RouteInExperts)
 	case RouteShared:
 		return owner.model.PostAttentionShared(owner.stream, a.Layer, &b.batch)
 	case RouterToHost:

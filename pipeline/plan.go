@@ -152,8 +152,8 @@ type Shape struct {
 	CPUExperts bool
 	// Unpredicted: no experts are predicted for the next layer, since none would be fetched. Only OnDemand uses it.
 	Unpredicted bool
-	// Ready: routed experts wait for nothing and nothing else reads what the router selected, so they may select themselves.
-	Ready bool
+	// RouteInExperts: routed experts wait for nothing and nothing else reads what the router selected, so their kernels may select them.
+	RouteInExperts bool
 }
 
 func (s Shape) groups() int { return max(1, s.Groups) }

@@ -74,7 +74,7 @@ func (p *plans) get(tokens int, a access, unpredicted bool) *plan {
 	if key.onDemand || key.inPlace {
 		s.Groups = 1
 	}
-	s.Ready = key.inPlace || !key.onDemand && !p.anyOffloaded()
+	s.RouteInExperts = key.inPlace || !key.onDemand && !p.anyOffloaded()
 	var actions []Action
 	var name string
 	switch {

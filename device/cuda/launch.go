@@ -172,8 +172,8 @@ type Grid struct {
 	// SharedBytes is the dynamic shared memory of a block.
 	SharedBytes int
 	// Overlap (programmatic dependent launch) states that the kernel executes
-	// griddepcontrol.wait before it ends, and before it accesses memory that preceding kernels
-	// which may still run write, or writes what these access. If
+	// griddepcontrol.wait before it ends, before it reads what a preceding kernel may still
+	// write, and before it writes what a preceding kernel may still access. If
 	// the stream's previous operation is also a launch with Overlap, the kernel's blocks
 	// may start once all blocks of the previous kernel have executed
 	// griddepcontrol.launch_dependents or exited. Overlap has no effect below compute

@@ -3,7 +3,6 @@ package cuda
 import (
 	"fmt"
 
-	"github.com/moeserve/moeserve/device"
 	"github.com/moeserve/moeserve/kernels"
 )
 
@@ -176,19 +175,17 @@ func (r *routeSortArgs) selects(a *expertArgs) bool {
 func (l *streamState) besideRouteDown(p *kernels.ExpertGEMM) bool {
 	x, slots, out := p.X.Range(), p.Slots.Range(), p.Out.Range()
 	for _, r := range l.routeDowns.Writes {
-		if overlap(r, x) || overlap(r, slots) || overlap(r, out) {
+		if r.Overlaps(x) || r.Overlaps(slots) || r.Overlaps(out) {
 			return false
 		}
 	}
 	for _, r := range l.routeDowns.Reads {
-		if overlap(r, out) {
+		if r.Overlaps(out) {
 			return false
 		}
 	}
 	return true
 }
-
-func overlap(a, b device.Range) bool { return a.Addr < b.End() && b.Addr < a.End() }
 
 // routes reports whether one kernel can run Route and Up: of one token, up to mostRouted experts, which are all listed,
 // and narrow tiles.

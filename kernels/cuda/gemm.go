@@ -170,7 +170,7 @@ func (l *streamState) skinnyGEMM(o *kernels.MatMul, outFloat bool) error {
 			case loads > skinnyLoads:
 				k, g.shared = fewRows5, 5*skinnyStageBytes
 			case loads == 4 && 2*g.x > l.b.multiprocessors:
-				// Nor for a fourth stage: beside three, a narrow block of the expert GEMM that follows soon has room
+				// With three stages a multiprocessor has room for a narrow block of the next expert GEMM, too
 				// (docs/log/small-steps-beside-2026-11-30.md).
 				k, g.shared = fewRows3, 3*skinnyStageBytes
 			}

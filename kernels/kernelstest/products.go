@@ -623,7 +623,7 @@ func testLayout(r *rig) {
 					"half a row":        r.backend.PackExpert(l, kernels.W1, 0, make([]byte, row/2), whole),
 					"a short extent":    r.backend.PackExpert(l, kernels.W1, 0, make([]byte, row), whole[:l.Size-1]),
 					"a fourth matrix":   r.backend.PackExpert(l, kernels.Part(3), 0, make([]byte, row), whole),
-					"another's layout":  r.backend.PackExpert(kernels.ExpertLayout{ExpertShape: s, Tag: "nobody's", Size: l.Size}, kernels.W1, 0, make([]byte, row), whole),
+					"another's layout":  r.backend.PackExpert(kernels.ExpertLayout{ExpertShape: s, Tag: "unknown", Size: l.Size}, kernels.W1, 0, make([]byte, row), whole),
 					"integers":          second(r.backend.ExpertLayout(kernels.ExpertShape{Hidden: 16, Intermediate: 16, DType: kernels.I32})),
 					"an empty expert":   second(r.backend.ExpertLayout(kernels.ExpertShape{Intermediate: 16, DType: w})),
 					"a negative expert": second(r.backend.ExpertLayout(kernels.ExpertShape{Hidden: 16, Intermediate: -16, DType: w})),
