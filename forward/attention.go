@@ -194,7 +194,7 @@ func (m *Model) PostAttention(s device.Stream, layer int, b *Batch, sorts, inExp
 		return err
 	}
 	m.ops.route = m.route(layer, b, sorts)
-	m.runs, m.unrouted = m.ops.route.Runs, inExperts && sorts && b.Rows == 1
+	m.runs, m.unrouted = m.ops.route.Runs, inExperts && sorts && b.Rows <= kernels.MaxRunRows
 	if m.unrouted {
 		return nil
 	}

@@ -222,7 +222,7 @@ func (r *rig) floats(x kernels.Tensor) []float32 {
 	return f
 }
 
-// step runs micro-batches as one group and returns them on the device. Every other time a single token's experts are in
+// step runs micro-batches as one group and returns them on the device. Every other time the experts of few tokens are in
 // one list.
 func (r *rig) step(group ...*HostBatch) []Batch {
 	r.t.Helper()
@@ -239,7 +239,7 @@ func (r *rig) step(group ...*HostBatch) []Batch {
 		rows += b.Rows
 	}
 	lists := r.waves
-	if r.steps++; rows == 1 && r.steps%2 == 0 {
+	if r.steps++; rows <= kernels.MaxRunRows && r.steps%2 == 0 {
 		lists = r.whole
 	}
 	for i := range batches {

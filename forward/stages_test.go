@@ -547,7 +547,7 @@ func TestRuns(t *testing.T) {
 			},
 		} {
 			b.route = kernels.Tensor{}
-			left := rows == 1 && name == "router, later"
+			left := few && name == "router, later"
 			if got := ops(sorts()); strings.Contains(got, "route") == left {
 				t.Errorf("%d rows, %s: the router enqueues %q", rows, name, got)
 			}

@@ -378,7 +378,7 @@ func TestExpertShape(t *testing.T) {
 	}
 }
 
-// TestRouteExpertUpChoice holds when expert GEMMs select the experts of their only token themselves.
+// TestRouteExpertUpChoice holds when expert GEMMs select the experts of their tokens themselves.
 func TestRouteExpertUpChoice(t *testing.T) {
 	for _, test := range []struct {
 		n, hidden, intermediate, experts, k int
@@ -387,7 +387,11 @@ func TestRouteExpertUpChoice(t *testing.T) {
 	}{
 		{1, 4096, 14336, 8, 2, nil, "expert_up_alone_routed expert_down_alone_routed"}, // Mixtral
 		{1, 2048, 768, 128, 8, nil, "expert_up_64_routed expert_down_64_routed"},       // Qwen3-30B-A3B
-		{2, 2048, 768, 128, 8, nil, "route_sort expert_up_64_few expert_down_64_few"},
+		{2, 2048, 768, 128, 8, nil, "expert_up_64_routed_few expert_down_64_routed_few"},
+		{8, 512, 64, 128, 8, nil, "expert_up_64_routed_few expert_down_64_routed_few"},
+		{8, 512, 64, 128, 9, nil, "route_sort expert_up_64_few expert_down_64_few"}, // too many pairs
+		{3, 2048, 768, 128, 8, nil, "expert_up_alone_routed_few expert_down_alone_routed_few"},
+		{5, 2048, 768, 128, 8, nil, "route_sort expert_up_256_few expert_down_256_few"},
 		{1, 2048, 768, 129, 8, nil, "route_sort expert_up_64_few expert_down_64_few"},
 		{1, 2048, 768, 128, 8, func(o *kernels.RouteExpertUp) { o.Route.Runs, o.Up.Runs = kernels.Tensor{}, kernels.Tensor{} }, "route_sort expert_up_64 expert_down_64"},
 	} {
@@ -433,7 +437,7 @@ func TestRouteExpertUpChoice(t *testing.T) {
 	}
 }
 
-// TestExpertUpBesideRouteDown holds when gate/up of one token selects its experts itself, and runs beside the RouteDown in
+// TestExpertUpBesideRouteDown holds when gate/up selects its experts itself, and runs beside the RouteDown in
 // front: where that does not write what gate/up reads, nor touches what it writes.
 func TestExpertUpBesideRouteDown(t *testing.T) {
 	const experts, k, hidden, intermediate, sharedWidth = 60, 4, 2048, 1408, 5632 // Qwen1.5-MoE-A2.7B
@@ -447,7 +451,8 @@ func TestExpertUpBesideRouteDown(t *testing.T) {
 		edit       func(o *ops)
 	}{
 		{"one token", "route_down expert_up_64_routed expert_down_alone_routed", 1, nil},
-		{"two tokens", "route_down expert_up_64_few expert_down_64_few", 2, nil},
+		{"two tokens", "route_down expert_up_64_routed_few expert_down_64_routed_few", 2, nil},
+		{"eight tokens", "route_down expert_up_alone_routed_few expert_down_alone_routed_few", 8, nil},
 		{"other lists", "route_down expert_up_64_few expert_down_alone_few", 1, func(o *ops) { o.up.Order = at(20, o.up.Order) }},
 		{"X is written", "route_down expert_up_64_few expert_down_alone_few", 1, func(o *ops) { o.up.X = o.route.Down.Out }},
 		{"slots are written", "route_down expert_up_64_few expert_down_alone_few", 1, func(o *ops) { o.up.Slots.Addr = o.route.Route.Weights.Addr }},
@@ -480,7 +485,7 @@ func TestExpertUpBesideRouteDown(t *testing.T) {
 			continue
 		}
 		up, last := (*expertArgs)(unsafe.Pointer(&r.args[1][0])), (*expertArgs)(unsafe.Pointer(&r.args[2][0]))
-		if beside := strings.Contains(test.want, "up_64_routed"); up.listsReady != b2i(beside) || last.listsReady != 1 {
+		if beside := strings.Contains(test.want, "_routed"); up.listsReady != b2i(beside) || last.listsReady != 1 {
 			t.Errorf("%s: lists are ready for gate/up: %d, and for down: %d", test.name, up.listsReady, last.listsReady)
 		}
 		// Behind something else it waits: another operation, a GEMM of the library, or gate/up itself.

@@ -199,7 +199,7 @@ func (r *simtRunner) launch(s device.Stream, k kernelID, g grid, args []byte) er
 	if r.op != nil {
 		if kernel.file == "expert.cu" {
 			early.lists = (*expertArgs)(unsafe.Pointer(&copied[0])).listsReady != 0
-			early.routed = strings.HasSuffix(kernel.name, "_routed")
+			early.routed = strings.Contains(kernel.name, "_routed")
 			early.slots = early.routed || strings.HasSuffix(kernel.name, "_few")
 		}
 		ranges = append(awaited(r.op, early), r.work)
@@ -520,9 +520,10 @@ func TestEmulatedLayers(t *testing.T) {
 		kernels                     []string // some of those that run
 	}{
 		{false, 3, 5, "small", 32, 64, 4, 2, kernels.SoftmaxRenorm, nil},
-		{true, 3, 5, "small", 32, 64, 4, 2, kernels.SoftmaxRenorm, []string{"expert_up_64_few", "expert_down_64_few early"}},
+		{true, 3, 5, "small", 32, 64, 4, 2, kernels.SoftmaxRenorm, []string{"expert_up_64_routed_few", "expert_down_64_routed_few early"}},
+		{true, 60, 8, "more pairs", 32, 64, 9, 9, kernels.SoftmaxRenorm, []string{"expert_up_64_few", "expert_down_64_few early"}},
 		{true, 60, 5, "heads of 128", 128, 64, 4, 2, kernels.SoftmaxRenorm, []string{"rope_attention_128_wide"}},
-		{true, 6, 5, "shared expert", 32, 64, 4, 2, kernels.Softmax, []string{"router_gate_up", "route_down"}},
+		{true, 6, 5, "shared expert", 32, 64, 4, 2, kernels.Softmax, []string{"router_gate_up", "route_down", "expert_up_64_routed_few early", "expert_down_64_routed_few early"}},
 		// Expert GEMMs that select their experts: gate/up routes, or runs beside what does.
 		{true, 3, 1, "small", 32, 64, 4, 2, kernels.SoftmaxRenorm, []string{"expert_up_64_routed", "expert_down_64_routed early"}},
 		{true, 6, 1, "shared expert", 32, 64, 8, 4, kernels.Softmax, []string{"route_down", "expert_up_64_routed early", "expert_down_64_routed early"}},

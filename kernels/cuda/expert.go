@@ -27,6 +27,8 @@ var expertShapes = [...]expertShape{
 	{1, tokenStep, 2, 1, 256, 226 << 10},
 	{1, tokenStep, 2, 2, 256, 112 << 10},
 	{1, tokenStep, 2, 1, 256, 226 << 10},
+	{1, tokenStep, 2, 2, 256, 112 << 10},
+	{1, tokenStep, 2, 1, 256, 226 << 10},
 }
 
 const (
@@ -37,13 +39,15 @@ const (
 	expertWideFew
 	expertNarrowFew
 	expertAloneFew
-	// The same of one token, which select its experts.
+	// The same, which select the experts: of one token, and of more.
 	expertNarrowRouted
 	expertAloneRouted
+	expertNarrowRoutedFew
+	expertAloneRoutedFew
 )
 
 // expertNames are how the names of kernels end.
-var expertNames = [len(expertShapes)]string{"256", "64", "alone", "256_few", "64_few", "alone_few", "64_routed", "alone_routed"}
+var expertNames = [len(expertShapes)]string{"256", "64", "alone", "256_few", "64_few", "alone_few", "64_routed", "alone_routed", "64_routed_few", "alone_routed_few"}
 
 const (
 	// expertRun is the bytes of an expert's entry in shared memory, expertSlot with Runs, ringAlign the
@@ -53,8 +57,8 @@ const (
 	fewPairs = 32
 	// A tile's tokens are a multiple of tokenStep.
 	tokenStep = 16
-	// mostRouted is the number of experts of which kernels select by themselves.
-	mostRouted = 128
+	// Kernels select by themselves of at most mostRouted experts, for mostRoutedRows tokens and mostRoutedPairs pairs.
+	mostRouted, mostRoutedRows, mostRoutedPairs = 128, 8, 64
 )
 
 // step is the bytes of one k-step in a stage with room for that many tokens.
@@ -79,7 +83,7 @@ func (b *Backend) chooseExpertShape(units, tokens, experts, pairs int) kernelID 
 
 // hopperExpertGEMM enqueues a grouped GEMM of experts in the layout Tiles, as a persistent
 // kernel: blocks divide the tiles, whose number only the device knows.
-// With route, gate/up also routes the only token of p, whose lists route has (see routes).
+// With route, gate/up also routes the tokens of p, whose lists route has (see routes).
 func (l *streamState) hopperExpertGEMM(op string, mode kernelID, p *kernels.ExpertGEMM, route *routeSortArgs) error {
 	x, out := &p.X, &p.Out
 	pairs, listed, all := p.Order.Shape[0], p.Experts.Shape[0], p.Slots.Shape[0]
@@ -128,11 +132,11 @@ func (l *streamState) hopperExpertGEMM(op string, mode kernelID, p *kernels.Expe
 		a.xRows = l.maps[0]
 	}
 	// If it directly follows the gate/up projection, the down projection starts to load weights
-	// while that still runs. Gate/up of one token directly behind RouteDown runs beside that.
+	// while that still runs. Gate/up of few tokens directly behind RouteDown runs beside that.
 	now := expertLists{a.offsets, a.order, a.slots, a.experts, address(&p.Runs)}
 	switch last := &l.last; {
 	case mode == gateUpMode:
-		if route == nil && (shape == expertNarrowFew || shape == expertAloneFew) && x.Shape[0] == 1 && last.routeDown.selects(&a) && l.besideRouteDown(p) {
+		if route == nil && (shape == expertNarrowFew || shape == expertAloneFew) && x.Shape[0] == int(last.routeDown.route.rows) && last.routeDown.selects(&a) && l.besideRouteDown(p) {
 			route, a.listsReady = &last.routeDown, 1
 		}
 	case last.gateUp != now:
@@ -142,8 +146,12 @@ func (l *streamState) hopperExpertGEMM(op string, mode kernelID, p *kernels.Expe
 		// Lists may not be complete when it starts; the scores are.
 		route, a.listsReady = &last.selected, 1
 	}
-	if route != nil {
+	switch {
+	case route == nil:
+	case route.route.rows == 1:
 		shape += expertNarrowRouted - expertNarrowFew
+	default:
+		shape += expertNarrowRoutedFew - expertNarrowFew
 	}
 	g := grid{x: l.b.multiprocessors * e.blocks, threads: e.threads, shared: ringAlign + lists + stages*e.stepsPerStage*e.step(tokens)}
 	// Wide blocks, which have only one or two tiles, must be distributed evenly, not to
@@ -164,10 +172,10 @@ func (l *streamState) hopperExpertGEMM(op string, mode kernelID, p *kernels.Expe
 	return err
 }
 
-// selects reports whether expert GEMMs with those arguments, of one token, can select its experts by r.
+// selects reports whether expert GEMMs with those arguments can select experts by r.
 func (r *routeSortArgs) selects(a *expertArgs) bool {
-	return r.route.logits != 0 && r.route.rows == 1 && r.route.experts <= mostRouted && r.runs != 0 && a.listed == r.route.experts && a.expertsAll == a.listed &&
-		r.offsets == a.offsets && r.order == a.order && r.runs == a.runs
+	return r.route.logits != 0 && r.route.rows <= mostRoutedRows && int(r.route.rows)*int(r.route.k) <= mostRoutedPairs && r.route.experts <= mostRouted &&
+		r.runs != 0 && a.topK == r.route.k && a.listed == r.route.experts && a.expertsAll == a.listed && r.offsets == a.offsets && r.order == a.order && r.runs == a.runs
 }
 
 // besideRouteDown reports whether gate/up neither reads nor overwrites what the latest RouteDown writes, but lists, nor
@@ -187,21 +195,15 @@ func (l *streamState) besideRouteDown(p *kernels.ExpertGEMM) bool {
 	return true
 }
 
-// routes reports whether one kernel can run Route and Up: of one token, up to mostRouted experts, which are all listed,
+// routes reports whether one kernel can run Route and Up: of few tokens, up to mostRouted experts, which are all listed,
 // and narrow tiles.
 func (b *Backend) routes(o *kernels.RouteExpertUp) bool {
 	route, p := &o.Route, &o.Up.ExpertGEMM
-	experts, k := route.Logits.Shape[1], route.IDs.Shape[1]
-	if p.Layout.Tag != Tiles || route.Logits.Shape[0] != 1 || p.X.Shape[0] != 1 || route.Runs.None() || route.Runs != p.Runs || experts > mostRouted || p.Experts.Shape[0] != experts {
+	rows, experts, k := route.Logits.Shape[0], route.Logits.Shape[1], route.IDs.Shape[1]
+	if p.Layout.Tag != Tiles || rows == 0 || rows > mostRoutedRows || rows*k > mostRoutedPairs || experts > mostRouted || route.Runs.None() || p.Experts.Shape[0] != experts {
 		return false
 	}
-	const threads = 256
-	need := routeSortThreads(route)
-	if need <= 0 || need > threads {
-		return false
-	}
-	shape := b.chooseExpertShape(2*p.Out.Shape[1]/unitRows, 1, k, k)
-	return shape != expertWide && routeSortShared(route, threads) <= expertShapes[shape].shared/2
+	return b.chooseExpertShape(2*p.Out.Shape[1]/unitRows, ceil(rows*k, experts), min(experts, rows*k), rows*k) != expertWide
 }
 
 // routeExpertUp enqueues one kernel where that can do both, else two.

@@ -133,7 +133,7 @@ func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 		switch {
 		case sharedWidth > 0:
 			add(&expertUp)
-		case n == 1:
+		case n <= kernels.MaxRunRows:
 			add(&kernels.RouteExpertUp{Route: route, Up: expertUp})
 		default:
 			add(&route, &expertUp)

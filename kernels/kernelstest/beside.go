@@ -213,6 +213,11 @@ func testRouteExpertUp(r *rig) {
 		{1, 1, 1, 64, 1088, kernels.SoftmaxRenorm},
 		{1, 129, 3, 64, 64, kernels.Softmax}, // more than a warp selects of, and the last one is selected
 		{3, 8, 2, 64, 64, kernels.SoftmaxRenorm},
+		{2, 128, 8, 64, 64, kernels.SoftmaxRenorm},
+		{4, 16, 2, 64, 128, kernels.SparseMixer},
+		{8, 60, 4, 64, 64, kernels.Softmax},
+		{8, 9, 8, 64, 64, kernels.SoftmaxRenorm}, // all pairs that a block selects
+		{8, 9, 9, 64, 64, kernels.SoftmaxRenorm}, // more
 		{9, 8, 2, 64, 64, kernels.SoftmaxRenorm}, // without runs
 	}
 	if r.o.Full {

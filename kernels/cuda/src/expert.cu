@@ -12,8 +12,8 @@
 // so the number of tokens does not change a bit of any token's result.
 //
 // Kernels for few tokens (few) read the runs that the router has listed (Runs of kernels.Route):
-// experts with pairs, each with tokens of one tile. The others make such a list first. Routed kernels, of one token, select
-// its experts themselves, while one block does the rest of what the router does.
+// experts with pairs, each with tokens of one tile. The others make such a list first. Routed kernels select the experts
+// of one token, or of up to eight, themselves, while one block writes what the router does.
 
 struct expert_args {
   tensor_map x_rows;       // down projection: tiles of max_tokens rows of X
@@ -140,61 +140,208 @@ struct routed_expert_args {
   route_sort_args route;
 };
 
-constexpr int most_routed = 128;  // experts
+constexpr int most_routed = 128, most_routed_rows = 8, most_routed_pairs = 64;  // experts, tokens, and both together
+constexpr int routed_each = most_routed / 32;  // consecutive experts of a lane
 
-// The experts that Route selects for the only token of r, ascending, in shared memory.
-struct selection {
+// The experts that Route selects for a token; in one warp. Returns those of the lane, a bit each; take gets the place among
+// the selected ones, and the expert, of each.
+template <typename F>
+DEVICE u32 top_experts(const route_args &r, int row, F take) {
+  constexpr int each = routed_each;
+  int lane = threadIdx.x % 32, score[each];
+  u32 keys[each], mine = 0;
+#pragma unroll
+  for (int j = 0; j < each; j++) score[j] = load_early((const int *)r.logits + row * r.stride + min(lane * each + j, r.experts - 1));
+#pragma unroll
+  for (int j = 0; j < each; j++) {
+    u32 key = score_key(__uint_as_float((u32)score[j]));
+    keys[j] = lane * each + j < r.experts ? key : 0;
+  }
+#pragma unroll 1
+  for (int i = 0; i < r.k; i++) {
+    u32 top = keys[0];
+#pragma unroll
+    for (int j = 1; j < each; j++) top = keys[j] > top ? keys[j] : top;
+    u32 best = __reduce_max_sync(all_lanes, top), have = __ballot_sync(all_lanes, top == best);
+    bool open = (have & -have) == 1u << lane;  // of equal scores the lowest expert's
+#pragma unroll
+    for (int j = 0; j < each; j++) {
+      bool it = open && keys[j] == best;
+      if (it) take(i, lane * each + j);
+      mine |= it ? 1u << j : 0;
+      keys[j] = it ? 0 : keys[j];
+      open = open && !it;
+    }
+  }
+  return mine;
+}
+
+// The experts that Route selects for at most that many tokens, ascending, in shared memory of each block. For one token the
+// list is less code, which each launch brings from L2 anew.
+template <int rows>
+struct selection {};
+
+template <>
+struct selection<1> {
   const int *list;
   int k;
 
-  // Selects them; in one warp, whose lanes have consecutive experts.
   DEVICE static void select(const route_args &r, int *list) {
-    constexpr int each = most_routed / 32;
-    int lane = threadIdx.x % 32, score[each];
-    u32 keys[each], mine = 0;
+    u32 mine = top_experts(r, 0, [](int, int) {});
+    int lane = threadIdx.x % 32, at = 0;
 #pragma unroll
-    for (int j = 0; j < each; j++) score[j] = load_early((const int *)r.logits + min(lane * each + j, r.experts - 1));
+    for (int j = 0; j < routed_each; j++) at += __popc(__ballot_sync(all_lanes, mine >> j & 1) & ((1u << lane) - 1));
 #pragma unroll
-    for (int j = 0; j < each; j++) {
-      u32 key = score_key(__uint_as_float((u32)score[j]));
-      keys[j] = lane * each + j < r.experts ? key : 0;
-    }
-#pragma unroll 1
-    for (int i = 0; i < r.k; i++) {
-      u32 top = keys[0];
-#pragma unroll
-      for (int j = 1; j < each; j++) top = keys[j] > top ? keys[j] : top;
-      u32 best = __reduce_max_sync(all_lanes, top), have = __ballot_sync(all_lanes, top == best);
-      bool open = (have & -have) == 1u << lane;  // of equal scores the lowest expert's
-#pragma unroll
-      for (int j = 0; j < each; j++) {
-        bool it = open && keys[j] == best;
-        mine |= it ? 1u << j : 0;
-        keys[j] = it ? 0 : keys[j];
-        open = open && !it;
-      }
-    }
-    int at = 0;
-#pragma unroll
-    for (int j = 0; j < each; j++) at += __popc(__ballot_sync(all_lanes, mine >> j & 1) & ((1u << lane) - 1));
-#pragma unroll
-    for (int j = 0; j < each; j++)
-      if (mine >> j & 1) list[at++] = lane * each + j;
+    for (int j = 0; j < routed_each; j++)
+      if (mine >> j & 1) list[at++] = lane * routed_each + j;
   }
 
-  // The entry of a run, as route_and_sort writes it.
+  // The entry of a run, as route_and_sort writes it, and the row of a pair.
   DEVICE uint4 entry(int run) const {
     if (run < k) return {(u32)list[run], (u32)run, 1, 0};
     return {0, 0, 0, 0};
   }
+  DEVICE int row(int) const { return 0; }
 };
+
+// What Route selects for up to eight tokens.
+struct alignas(16) routed_lists {
+  u32 selected[most_routed_rows][4];        // of each token: bit l of word j is expert 4 l + j
+  u32 runs[most_routed_pairs];              // {expert, first pair, pairs} in 8, 8 and 16 bits, zeros behind the last
+  unsigned char tokens[most_routed_pairs];  // of the pairs sorted by expert
+};
+
+template <>
+struct selection<most_routed_rows> {
+  const routed_lists *lists;
+
+  DEVICE uint4 entry(int run) const {
+    u32 e = run < most_routed_pairs ? lists->runs[run] : 0;
+    return {e & 255, e >> 8 & 255, e >> 16, 0};
+  }
+  DEVICE int row(int pair) const { return lists->tokens[pair]; }
+};
+
+// Shared memory of the block that writes what Route does, in place of stages.
+struct routed_ranks {
+  unsigned char rank[most_routed_rows][most_routed];      // of selected experts
+  unsigned char ids[most_routed_rows][most_routed_pairs];  // by rank
+  float weights[most_routed_rows][most_routed_pairs];
+};
+
+// Weights, ids and counts of a token, whose experts are selected, with the bits of route_and_sort; in one warp. Loops are not
+// unrolled: all of this runs once, and takes longest to bring its instructions.
+DEVICE void weigh(const route_args &r, const routed_lists &l, routed_ranks &at, int row) {
+  int lane = threadIdx.x % 32;
+  const float *scores = (const float *)r.logits + row * r.stride;
+  auto score = [&](int e) { return key_score(score_key(scores[e])); };
+  // Lanes have the experts that they have in route_and_sort, as sums depend on that.
+  auto sum_of = [&](auto term) {
+    float part = 0;
+#pragma unroll 1
+    for (int e = lane; e < r.experts; e += 32) part = __fadd_rn(part, term(e));
+    return warp_sum(part);
+  };
+  float *weights = at.weights[row], m = score(at.ids[row][0]);
+  if (r.method == sparse_method) {
+#pragma unroll 1
+    for (int i = 0; i < r.k; i++) {
+      m = score(at.ids[row][i]);
+      float sum = sum_of([&](int e) {
+        bool before = (l.selected[row][e % 4] >> e / 4 & 1) && at.rank[row][e] < i;
+        return !before && within_limit(r, m, score(e)) ? expf(score(e) - m) : 0.f;
+      });
+      if (lane == 0) weights[i] = 1.f / sum;
+    }
+  } else {
+    float sum = sum_of([&](int e) { return expf(score(e) - m); });
+#pragma unroll 1
+    for (int i = lane; i < r.k; i += 32) weights[i] = expf(score(at.ids[row][i]) - m) / sum;
+  }
+  __syncwarp();
+  float chosen = 0;
+#pragma unroll 1
+  for (int i = 0; i < r.k && r.method == renorm_method; i++) chosen += weights[i];
+#pragma unroll 1
+  for (int i = lane; i < r.k; i += 32) {
+    int e = at.ids[row][i];
+    ((int *)r.ids)[row * r.k + i] = e;
+    ((float *)r.weights)[row * r.k + i] = r.method == renorm_method ? weights[i] / chosen : weights[i];
+    if (r.counts) atomicAdd((u64 *)r.counts + e, 1ull);
+  }
+}
+
+// Selects the experts of all tokens, one in each warp, whose lanes have consecutive experts, and lists them; with
+// lists_tokens also the tokens of pairs. With routes it also writes what Route does.
+template <bool lists_tokens>
+DEVICE void select_experts(const route_sort_args &args, routed_lists &l, bool routes, unsigned char *memory) {
+  constexpr int each = routed_each;
+  const route_args &r = args.route;
+  routed_ranks &ranks = *(routed_ranks *)memory;
+  int lane = threadIdx.x % 32, row = threadIdx.x / 32, rows = (int)r.rows;
+  if (row < rows) {
+    u32 mine = top_experts(r, row, [&](int i, int e) {
+      if (routes) ranks.rank[row][e] = (unsigned char)i, ranks.ids[row][i] = (unsigned char)e;
+    });
+#pragma unroll
+    for (int j = 0; j < each; j++) {
+      u32 word = __ballot_sync(all_lanes, mine >> j & 1);
+      if (lane == 0) l.selected[row][j] = word;
+    }
+  }
+  __syncthreads();
+  if (row == 0) {
+    u32 tokens = 0;  // those that have selected each of the lane's experts, in eight bits each
+#pragma unroll 1
+    for (int t = 0; t < rows; t++) {
+      uint4 words = *(const uint4 *)l.selected[t];
+      tokens |= ((words.x >> lane & 1) | (words.y >> lane & 1) << 8 | (words.z >> lane & 1) << 16 | (words.w >> lane & 1) << 24) << t;
+    }
+    int sum = __popc(tokens);  // of pairs, and of experts in the upper half
+#pragma unroll
+    for (int j = 0; j < each; j++) sum += (tokens >> 8 * j & 255) != 0 ? 1 << 16 : 0;
+    int up_to = sum;
+#pragma unroll
+    for (int j = 1; j < 32; j <<= 1) {
+      int v = __shfl_up_sync(all_lanes, up_to, j);
+      if (lane >= j) up_to += v;
+    }
+    int first = (up_to - sum) & 0xffff, to = (up_to - sum) >> 16, all = __shfl_sync(all_lanes, up_to, 31);
+#pragma unroll 1
+    for (int j = 0; j < each; j++, tokens >>= 8) {
+      int e = lane * each + j, n = __popc(tokens & 255);
+      if (routes && e < r.experts) ((int *)args.offsets)[e] = first;
+      if (n == 0) continue;
+      if (routes) store_chunk((uint4 *)args.runs + to, uint4{(u32)e, (u32)first, (u32)n, 0});
+      l.runs[to++] = e | first << 8 | n << 16;
+      if constexpr (lists_tokens) {
+#pragma unroll 1
+        for (u32 left = tokens & 255; left; left &= left - 1) {
+          int t = __popc((left & -left) - 1);
+          if (routes) ((int *)args.order)[first] = t * r.k + ranks.rank[t][e];
+          l.tokens[first++] = (unsigned char)t;
+        }
+      } else {
+        first += n;
+      }
+    }
+#pragma unroll 1
+    for (int i = (all >> 16) + lane; i < most_routed_pairs; i += 32) l.runs[i] = 0;
+    if (routes) {
+      if (lane == 0) ((int *)args.offsets)[r.experts] = all & 0xffff;
+      end_runs(args.runs, all >> 16, min(r.experts, rows * r.k));
+    }
+  }
+  if (routes && row < rows) weigh(r, l, ranks, row);
+  __syncthreads();
+}
 
 // The approximate division is accurate to about 1e-7, far below the rounding of the result.
 DEVICE float silu_fast(float x) { return __fmul_rn(x, reciprocal_fast(__fadd_rn(1.f, exp2_fast(__fmul_rn(x, -1.44269504f))))); }
 
 // groups consumer warpgroups multiply blocks units of weights each, by up to max_tokens tokens;
 // a stage of the pipeline has steps_per_stage k-steps. once: weights need not stay in L2.
-template <bool up, int groups, int blocks, int max_tokens, int steps_per_stage, bool once, bool few, bool routed>
+template <bool up, int groups, int blocks, int max_tokens, int steps_per_stage, bool once, bool few, int routed>
 struct expert_product {
   static constexpr int tile_units = groups * blocks;
   static constexpr int producers = 128;
@@ -210,8 +357,8 @@ struct expert_product {
   const u64 *slots;  // with few: all experts' slots, in shared memory
   int across;
   u64 policy;  // of weights in L2, with once
-  int run_step, unit_step;  // with few: from a tile of the block to the next
-  selection selected;       // with routed
+  int run_step, unit_step;     // with few: from a tile of the block to the next
+  selection<routed> selected;  // with routed, which is the most tokens
 
   // A tile of weights and tokens.
   struct tile {
@@ -338,8 +485,13 @@ struct expert_product {
           for (int i = 0; i < rows_each; i++) {
             rows[i] = 0;
             if (lead + i * 16 < t.tokens) {
-              i64 pair = routed ? 0 : ((const int *)a.order)[t.first + lead + i * 16];  // the only row
-              rows[i] = (const u16 *)a.x + pair / a.top_k * a.x_stride + chunk * 8;
+              int pair = t.first + lead + i * 16;
+              i64 row;
+              if constexpr (routed)
+                row = selected.row(pair);
+              else
+                row = ((const int *)a.order)[pair] / a.top_k;
+              rows[i] = (const u16 *)a.x + row * a.x_stride + chunk * 8;
             }
           }
         }
@@ -414,7 +566,7 @@ struct expert_product {
   }
 };
 
-template <bool up, int groups, int blocks, int max_tokens, int steps_per_stage, bool once, bool few, bool routed = false>
+template <bool up, int groups, int blocks, int max_tokens, int steps_per_stage, bool once, bool few, int routed = 0>
 DEVICE void expert(const expert_args &a, unsigned char *memory, const route_sort_args *route = nullptr) {
   using product = expert_product<up, groups, blocks, max_tokens, steps_per_stage, once, few, routed>;
   if constexpr (!few) {
@@ -425,13 +577,13 @@ DEVICE void expert(const expert_args &a, unsigned char *memory, const route_sort
   __shared__ int tiles;
   // The stages start at a multiple of 1024 bytes, as the swizzle requires.
   unsigned char *start = memory + (-shared_address(memory) & 1023);
-  if constexpr (routed && up) {  // in the last block, which has the fewest tiles, unless the kernel in front routes
-    if (blockIdx.x == gridDim.x - 1 && !a.lists_ready) {
-      wait_dependencies();
-      route_and_sort(*route, start);
-      fence_shared();  // before the copies of weights that take its memory
-      __syncthreads();
-    }
+  // The last block has the fewest tiles. With lists_ready the kernel in front routes.
+  bool routes = routed && up && blockIdx.x == gridDim.x - 1 && !a.lists_ready;
+  if (routed == 1 && routes) {
+    wait_dependencies();
+    route_and_sort(*route, start);
+    fence_shared();  // before the copies of weights that take its memory
+    __syncthreads();
   }
   product p = {a, {start, full, empty, a.stages, groups * blocks * unit_bytes + a.max_tokens * 128}, 0, 0, 0, 0, 0, 0, {}};
   if (once) p.policy = read_once();
@@ -442,11 +594,19 @@ DEVICE void expert(const expert_args &a, unsigned char *memory, const route_sort
   auto begin_runs = [&] {
     if (!a.lists_ready) wait_dependencies();
     launch_dependents();
-    if constexpr (routed) {
+    if constexpr (routed == 1) {
       __shared__ int chosen[most_routed];
       p.selected = {chosen, route->route.k};
-      if (threadIdx.x < 32) selection::select(route->route, chosen);
+      if (threadIdx.x < 32) p.selected.select(route->route, chosen);
       __syncthreads();
+    } else if constexpr (routed) {
+      __shared__ routed_lists chosen;
+      p.selected = {&chosen};
+      select_experts<up>(*route, chosen, routes, start);
+      if (routes) {
+        fence_shared();  // before the copies of weights that take its memory
+        __syncthreads();
+      }
     }
     at.entry = p.entry(at.run);
   };
@@ -527,15 +687,17 @@ DEVICE void expert(const expert_args &a, unsigned char *memory, const route_sort
 EXPERT(expert_up, true)
 EXPERT(expert_down, false)
 
-#define ROUTED_EXPERT(name, up)                                                     \
-  KERNEL(256, 2) name##_64_routed(const __grid_constant__ routed_expert_args a) {    \
-    DYNAMIC_SHARED(memory);                                                          \
-    expert<up, 1, 1, 16, 2, true, true, true>(a.expert, memory, &a.route);           \
-  }                                                                                  \
-  KERNEL(256, 1) name##_alone_routed(const __grid_constant__ routed_expert_args a) { \
-    DYNAMIC_SHARED(memory);                                                          \
-    expert<up, 1, 1, 16, 2, false, true, true>(a.expert, memory, &a.route);          \
+#define ROUTED_EXPERT(name, up, rows, ending)                                          \
+  KERNEL(256, 2) name##_64_##ending(const __grid_constant__ routed_expert_args a) {    \
+    DYNAMIC_SHARED(memory);                                                            \
+    expert<up, 1, 1, 16, 2, true, true, rows>(a.expert, memory, &a.route);             \
+  }                                                                                    \
+  KERNEL(256, 1) name##_alone_##ending(const __grid_constant__ routed_expert_args a) { \
+    DYNAMIC_SHARED(memory);                                                            \
+    expert<up, 1, 1, 16, 2, false, true, rows>(a.expert, memory, &a.route);            \
   }
 
-ROUTED_EXPERT(expert_up, true)
-ROUTED_EXPERT(expert_down, false)
+ROUTED_EXPERT(expert_up, true, 1, routed)
+ROUTED_EXPERT(expert_down, false, 1, routed)
+ROUTED_EXPERT(expert_up, true, most_routed_rows, routed_few)
+ROUTED_EXPERT(expert_down, false, most_routed_rows, routed_few)

@@ -247,7 +247,7 @@ struct route_down_args {
 };
 
 // route_sort and few_rows_4 in one launch, with a stage less, so that a narrow block of the gate/up projection behind it
-// finds room beside. The first block, which has the longer way, routes. Gate/up of one token selects its experts by the
+// finds room beside. The first block, which has the longer way, routes. Gate/up of few tokens selects the experts by the
 // scores, and runs beside this kernel, so it may start only once this one has waited for these.
 KERNEL(512, 2) route_down(const route_down_args a) {
   DYNAMIC_SHARED(memory);

@@ -31,7 +31,7 @@ const simt_field fields[] = {ARGUMENTS(STRUCT, FIELD){nullptr, nullptr, 0, 0}};
 #define TILES(name) \
   ENTRY(name##_16, gemm_args), ENTRY(name##_64, gemm_args), ENTRY(name##_128, gemm_args), ENTRY(name##_any, gemm_args)
 #define HOPPER(name, args) {#name, simt::call<sm_90a::args, sm_90a::name>, sizeof(sm_90a::args)}
-#define EXPERTS(name) HOPPER(name##_256, expert_args), HOPPER(name##_64, expert_args), HOPPER(name##_alone, expert_args), HOPPER(name##_256_few, expert_args), HOPPER(name##_64_few, expert_args), HOPPER(name##_alone_few, expert_args), HOPPER(name##_64_routed, routed_expert_args), HOPPER(name##_alone_routed, routed_expert_args)
+#define EXPERTS(name) HOPPER(name##_256, expert_args), HOPPER(name##_64, expert_args), HOPPER(name##_alone, expert_args), HOPPER(name##_256_few, expert_args), HOPPER(name##_64_few, expert_args), HOPPER(name##_alone_few, expert_args), HOPPER(name##_64_routed, routed_expert_args), HOPPER(name##_alone_routed, routed_expert_args), HOPPER(name##_64_routed_few, routed_expert_args), HOPPER(name##_alone_routed_few, routed_expert_args)
 #define HEADS(d) ENTRY(attention_##d##_1, attention_args), ENTRY(attention_##d##_4, attention_args)
 
 extern const simt_field *const FIELDS = sm_90a::fields;
