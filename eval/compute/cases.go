@@ -47,7 +47,7 @@ func DefaultCases() []Case {
 		with("small experts", 3, func(m *planner.Model) {
 			m.Hidden, m.Heads, m.KVHeads, m.Experts, m.TopK, m.ExpertWidth, m.Vocab = 2560, 20, 4, 96, 8, 640, 131072
 		}),
-		with("shared expert", 3, func(m *planner.Model) { m.SharedWidth = 8192 }),
+		with("shared expert", 3, func(m *planner.Model) { m.SharedWidth = 4096 }),
 		with("vocabulary", 2, func(m *planner.Model) { m.Vocab = 131072 }),
 		with("heads", 3, func(m *planner.Model) { m.Heads, m.KVHeads = 48, 48 }),
 	}
