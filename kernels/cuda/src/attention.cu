@@ -488,7 +488,7 @@ DEVICE void attend_wide(const attention_args &a, unsigned char *memory, Look loo
   }
 }
 
-KERNEL(32 * wide_warps, 1) attention_128_wide(const attention_args a) {
+KERNEL(32 * wide_warps, 2) attention_128_wide(const attention_args a) {
   DYNAMIC_SHARED(memory);
   auto bring = [&](const query_span &s, unsigned char *query_tile) {
     constexpr int chunks = wide_head / 8;
@@ -591,12 +591,12 @@ DEVICE void rope_attend_wide(const rope_attention_args &r, unsigned char *memory
   attend_wide<true>(a, memory, look, brings, bring);
 }
 
-KERNEL(32 * wide_warps, 1) rope_attention_128_wide(const rope_attention_args r) {
+KERNEL(32 * wide_warps, 2) rope_attention_128_wide(const rope_attention_args r) {
   DYNAMIC_SHARED(memory);
   rope_attend_wide<false>(r, memory);
 }
 
-KERNEL(32 * wide_warps, 1) norm_rope_attention_128_wide(const rope_attention_args r) {
+KERNEL(32 * wide_warps, 2) norm_rope_attention_128_wide(const rope_attention_args r) {
   DYNAMIC_SHARED(memory);
   rope_attend_wide<true>(r, memory);
 }

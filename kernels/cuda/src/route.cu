@@ -47,8 +47,8 @@ KERNEL(128, 1) route(const route_args a) {
     }
     __syncwarp();
   }
-  if (a.method == renorm_method && lane == 0)
-    for (int i = 0; i < a.k; i++) weights[i] /= chosen;
+  if (a.method == renorm_method)
+    for (int i = lane; i < a.k; i += 32) weights[i] /= chosen;
 }
 
 KERNEL(1024, 1) route_sort(const route_sort_args a) {
