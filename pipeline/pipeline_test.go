@@ -326,7 +326,7 @@ func (b countingBackend) Enqueue(s device.Stream, op kernels.Op) error {
 
 // TestRuns: experts get the runs that the router has listed in steps of few tokens where all lie on the device, or
 // are read in place, and where a layer's are launched together; not where some are computed before others. Where they
-// wait for nothing, those of one token select themselves.
+// wait for nothing, their operation includes the router's selection.
 func TestRuns(t *testing.T) {
 	for _, test := range []struct {
 		name     string

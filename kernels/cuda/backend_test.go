@@ -440,43 +440,53 @@ func TestRouteExpertUpChoice(t *testing.T) {
 // TestExpertUpBesideRouteDown holds when gate/up selects its experts itself, and runs beside the RouteDown in
 // front: where that does not write what gate/up reads, nor touches what it writes.
 func TestExpertUpBesideRouteDown(t *testing.T) {
-	const experts, k, hidden, intermediate, sharedWidth = 60, 4, 2048, 1408, 5632 // Qwen1.5-MoE-A2.7B
+	const experts, hidden, sharedWidth = 60, 2048, 5632 // Qwen1.5-MoE-A2.7B
 	type ops struct {
 		route *kernels.RouteDown
 		up    kernels.ExpertUp
 	}
+	// relist has gate/up run lists at the same addresses that are of other tokens.
+	relist := func(o *ops, n, k int) {
+		o.up.X.Shape[0] = n
+		o.up.Order.Shape[0], o.up.Out.Shape[0], o.up.Runs.Shape[0] = n*k, n*k, kernels.MostRuns(experts, n*k)
+	}
 	for _, test := range []struct {
-		name, want string
-		n          int
-		edit       func(o *ops)
+		name, want         string
+		n, k, intermediate int
+		edit               func(o *ops)
 	}{
-		{"one token", "route_down expert_up_64_routed expert_down_alone_routed", 1, nil},
-		{"two tokens", "route_down expert_up_64_routed_few expert_down_64_routed_few", 2, nil},
-		{"eight tokens", "route_down expert_up_alone_routed_few expert_down_alone_routed_few", 8, nil},
-		{"other lists", "route_down expert_up_64_few expert_down_alone_few", 1, func(o *ops) { o.up.Order = at(20, o.up.Order) }},
-		{"X is written", "route_down expert_up_64_few expert_down_alone_few", 1, func(o *ops) { o.up.X = o.route.Down.Out }},
-		{"slots are written", "route_down expert_up_64_few expert_down_alone_few", 1, func(o *ops) { o.up.Slots.Addr = o.route.Route.Weights.Addr }},
-		{"Out is read", "route_down expert_up_64_few expert_down_alone_few", 1, func(o *ops) { o.up.Out.Addr = o.route.Down.X.Addr }},
-		{"Out is written", "route_down expert_up_64_few expert_down_alone_few", 1, func(o *ops) { o.up.Out.Addr = o.route.Down.Out.Addr }},
+		{"one token", "route_down expert_up_64_routed expert_down_alone_routed", 1, 4, 1408, nil},
+		{"two tokens", "route_down expert_up_64_routed_few expert_down_64_routed_few", 2, 4, 1408, nil},
+		{"eight tokens", "route_down expert_up_alone_routed_few expert_down_alone_routed_few", 8, 4, 1408, nil},
+		{"other lists", "route_down expert_up_64_few expert_down_alone_few", 1, 4, 1408, func(o *ops) { o.up.Order = at(20, o.up.Order) }},
+		{"other runs", "route_down expert_up_64_few expert_down_alone_few", 1, 4, 1408, func(o *ops) { o.up.Runs = at(21, o.up.Runs) }},
+		{"other offsets", "route_down expert_up_64_few expert_down_alone_few", 1, 4, 1408, func(o *ops) { o.up.Offsets = at(22, o.up.Offsets) }},
+		{"two experts of four", "route_down expert_up_64_few expert_down_alone_few", 2, 4, 1408, func(o *ops) { relist(o, 2, 2) }},
+		{"one token of two", "route_down expert_up_64_few expert_down_alone_few", 2, 4, 1408, func(o *ops) { relist(o, 1, 4) }},
+		{"too many pairs", "route_down expert_up_64_few expert_down_256_few", 8, 9, 64, nil},
+		{"X is written", "route_down expert_up_64_few expert_down_alone_few", 1, 4, 1408, func(o *ops) { o.up.X = o.route.Down.Out }},
+		{"slots are written", "route_down expert_up_64_few expert_down_alone_few", 1, 4, 1408, func(o *ops) { o.up.Slots.Addr = o.route.Route.Weights.Addr }},
+		{"Out is read", "route_down expert_up_64_few expert_down_alone_few", 1, 4, 1408, func(o *ops) { o.up.Out.Addr = o.route.Down.X.Addr }},
+		{"Out is written", "route_down expert_up_64_few expert_down_alone_few", 1, 4, 1408, func(o *ops) { o.up.Out.Addr = o.route.Down.Out.Addr }},
 	} {
 		r, b, s := list(t, Options{})
 		r.keep, b.hopper, b.largeSmem = true, true, true
-		layout, err := b.ExpertLayout(kernels.ExpertShape{Hidden: hidden, Intermediate: intermediate, DType: kernels.BF16})
+		layout, err := b.ExpertLayout(kernels.ExpertShape{Hidden: hidden, Intermediate: test.intermediate, DType: kernels.BF16})
 		if err != nil {
 			t.Fatal(err)
 		}
-		pairs := test.n * k
-		o := ops{route: routingBesideDown(test.n, experts, k, hidden, sharedWidth)}
+		pairs := test.n * test.k
+		o := ops{route: routingBesideDown(test.n, experts, test.k, hidden, sharedWidth)}
 		o.route.Route.Runs = at(9, tensor(kernels.I32, kernels.MostRuns(experts, pairs), kernels.RunColumns))
 		o.up.ExpertGEMM = kernels.ExpertGEMM{
 			X: at(10, tensor(kernels.BF16, test.n, hidden)), Offsets: o.route.Route.Offsets, Order: o.route.Route.Order, Runs: o.route.Route.Runs,
-			Slots: at(11, tensor(kernels.U64, experts)), Experts: at(12, tensor(kernels.I32, experts)), Layout: layout, Out: at(13, tensor(kernels.BF16, pairs, intermediate)),
+			Slots: at(11, tensor(kernels.U64, experts)), Experts: at(12, tensor(kernels.I32, experts)), Layout: layout, Out: at(13, tensor(kernels.BF16, pairs, test.intermediate)),
 		}
 		if test.edit != nil {
 			test.edit(&o)
 		}
 		down := kernels.ExpertDown(o.up)
-		down.X, down.Out = o.up.Out, at(14, tensor(kernels.BF16, pairs, hidden))
+		down.X, down.Out = o.up.Out, at(14, tensor(kernels.BF16, o.up.Out.Shape[0], hidden))
 		if err := errors.Join(b.Enqueue(s, o.route), b.Enqueue(s, &o.up), b.Enqueue(s, &down)); err != nil {
 			t.Fatal(err)
 		}

@@ -55,13 +55,15 @@ var mostCode = map[string]uint64{
 	"attention_128_wide": 24 << 10, "rope_attention_128_wide": 26 << 10, "norm_rope_attention_128_wide": 31 << 10, "route_sort": 18 << 10, "few_rows_3": 6 << 10, "few_rows_4": 6 << 10, "router_gate_up": 16 << 10, "route_down": 22 << 10, "combine_norm_few_256": 11 << 10, "combine_norm_few_512": 11 << 10,
 	"expert_up_256_few": 19 << 10, "expert_up_64_few": 14 << 10, "expert_up_alone_few": 14 << 10,
 	"expert_down_256_few": 13 << 10, "expert_down_64_few": 13 << 10, "expert_down_alone_few": 13 << 10,
+	"expert_up_64_routed": 31 << 10, "expert_up_alone_routed": 31 << 10, "expert_up_64_routed_few": 30 << 10, "expert_up_alone_routed_few": 30 << 10,
+	"expert_down_64_routed": 16 << 10, "expert_down_alone_routed": 16 << 10, "expert_down_64_routed_few": 18 << 10, "expert_down_alone_routed_few": 18 << 10,
 	"norm_few_256": 8 << 10, "norm_few_512": 8 << 10, "rope_append_kv_few": 5 << 10, "norm_rope_append_kv_few": 10 << 10,
 }
 
-// mostRegisters are those of a thread with which blocks of both find room on one multiprocessor of compute capability 9.0: 256
-// threads and 512, in multiples of 8, of 65,536.
+// mostRegisters are those of a thread with which two blocks of 256 threads of attention, or one and one of 512 of the others, find
+// room on one multiprocessor of compute capability 9.0: in multiples of 8, of 65,536.
 var mostRegisters = map[string]int{
-	"attention_128_wide": 136, "rope_attention_128_wide": 136, "norm_rope_attention_128_wide": 136, "few_rows_3": 56, "few_rows_4": 56, "router_gate_up": 64, "route_down": 56,
+	"attention_128_wide": 128, "rope_attention_128_wide": 128, "norm_rope_attention_128_wide": 128, "few_rows_3": 56, "few_rows_4": 56, "router_gate_up": 64, "route_down": 56,
 }
 
 // TestCompile compiles every kernel for what we support, without a GPU. No compiler says

@@ -215,10 +215,15 @@ func testRouteExpertUp(r *rig) {
 		{3, 8, 2, 64, 64, kernels.SoftmaxRenorm},
 		{2, 128, 8, 64, 64, kernels.SoftmaxRenorm},
 		{4, 16, 2, 64, 128, kernels.SparseMixer},
+		{3, 40, 2, 64, 64, kernels.SparseMixer},
 		{8, 60, 4, 64, 64, kernels.Softmax},
-		{8, 9, 8, 64, 64, kernels.SoftmaxRenorm}, // all pairs that a block selects
-		{8, 9, 9, 64, 64, kernels.SoftmaxRenorm}, // more
-		{9, 8, 2, 64, 64, kernels.SoftmaxRenorm}, // without runs
+		{3, 105, 17, 64, 64, kernels.Softmax},
+		{2, 64, 32, 64, 64, kernels.SoftmaxRenorm},
+		{8, 64, 8, 64, 64, kernels.SoftmaxRenorm}, // each pair has an expert of its own
+		{8, 9, 8, 64, 64, kernels.SoftmaxRenorm},  // all pairs that a block selects
+		{8, 9, 9, 64, 64, kernels.SoftmaxRenorm},  // more
+		{9, 8, 2, 64, 64, kernels.SoftmaxRenorm},  // without runs
+		{0, 8, 2, 64, 64, kernels.SoftmaxRenorm},
 	}
 	if r.o.Full {
 		shapes = append(shapes, // Mixtral, Qwen3, Qwen1.5-MoE
@@ -248,8 +253,10 @@ func testRouteExpertUpShape(r *rig, variant, n, experts, k, hidden, intermediate
 			return 9 // it is selected
 		case variant%4 == 1: // equal scores, and both zeros
 			return []float64{-1, math.Copysign(0, -1), 0, 2}[r.rand.IntN(4)]
-		case variant%4 == 3 && i%3 == 1:
+		case variant%4 == 3 && i < experts && i%3 == 1: // in the first row
 			return math.NaN()
+		case n > 1 && n*k == experts && i/experts == i%experts/k: // each token selects others
+			return 9 + r.rand.NormFloat64()
 		}
 		return 1.5 * r.rand.NormFloat64()
 	})

@@ -340,7 +340,8 @@ DEVICE void select_experts(const route_sort_args &args, routed_lists &l, bool ro
 DEVICE float silu_fast(float x) { return __fmul_rn(x, reciprocal_fast(__fadd_rn(1.f, exp2_fast(__fmul_rn(x, -1.44269504f))))); }
 
 // groups consumer warpgroups multiply blocks units of weights each, by up to max_tokens tokens;
-// a stage of the pipeline has steps_per_stage k-steps. once: weights need not stay in L2.
+// a stage of the pipeline has steps_per_stage k-steps. once: weights need not stay in L2. routed: the most tokens for which the
+// kernel selects the experts itself, 0 if it does not.
 template <bool up, int groups, int blocks, int max_tokens, int steps_per_stage, bool once, bool few, int routed>
 struct expert_product {
   static constexpr int tile_units = groups * blocks;
