@@ -519,7 +519,7 @@ func TestRuns(t *testing.T) {
 	l, err := models.NewLayout(c, models.NewDummy(c, 0), nil)
 	check(t, err)
 	b := &listing{checking: checking{list: true}}
-	limits := Limits{MaxTokens: 16, MaxSeqs: 1, MaxLogits: 1, MaxModelLen: 16, BlockTokens: 16}
+	limits := Limits{MaxTokens: 32, MaxSeqs: 1, MaxLogits: 1, MaxModelLen: 32, BlockTokens: 16}
 	m, err := NewModel(c, l.Bind(1<<20), b, device.Range{Addr: 1 << 30, Bytes: WorkspaceBytes(c, b, limits)}, limits)
 	check(t, err)
 	slots, list := kernels.New(1<<41, kernels.U64, c.Experts), kernels.New(1<<42, kernels.I32, c.Experts)

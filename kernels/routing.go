@@ -35,7 +35,7 @@ type Route struct {
 
 const (
 	// MaxRunRows is the maximum number of tokens for which Route writes Runs, and so of an expert's pairs.
-	MaxRunRows = 8
+	MaxRunRows = 16
 	// RunColumns is the number of elements of a run.
 	RunColumns = 4
 )

@@ -10,7 +10,7 @@
 // expert.go, dense.go, attention.go, prompt.go, routing.go, beside.go, logits.go and copy.go select
 // kernels, tiles and grids.
 // The argument structs in arguments.go are generated from src/ (internal/arguments). Dense
-// GEMMs go through cuBLASLt if it supports them, otherwise (with Options.BatchInvariant always)
+// GEMMs of more than a few rows go through cuBLASLt if it supports them, otherwise (with Options.BatchInvariant always)
 // through kernels of this package.
 //
 // On GPUs of compute capability 9.0, experts are stored in tiles (layout.go); expert GEMMs, and
@@ -37,7 +37,7 @@
 //     by the row's length, log-probabilities by the vocabulary. The sums that decide which
 //     tokens top-k and top-p keep are integers, exact in any order. So the
 //     results of these kernels depend neither on the tile that was selected nor on other
-//     tokens of the batch. cuBLASLt, and the GEMMs of up to eight rows of this package, do not
+//     tokens of the batch. cuBLASLt, and the GEMMs of up to 16 rows of this package, do not
 //     guarantee that; hence Options.BatchInvariant. In either case the same operation on
 //     the same data gives the same bits.
 //   - Kernels overlap (programmatic dependent launch), from compute capability 9.0 on, unless

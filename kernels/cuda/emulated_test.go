@@ -614,6 +614,8 @@ func TestEmulated(t *testing.T) {
 		{"bf16-sm_90a-routed", bf16, 132, false, true, "route_expert_up", []kernels.DType{bf16}, nil},
 		{"f16-sm_90a-routed", f16, 6, false, true, "route_expert_up", []kernels.DType{f16}, nil},
 		{"bf16-sm_90a-experts", bf16, 3, false, true, "experts", []kernels.DType{bf16}, nil},
+		{"bf16-sm_90a-matmul", bf16, 3, false, true, "matmul", []kernels.DType{bf16}, nil},
+		{"f16-sm_90a-gated", f16, 3, false, true, "gated_matmul", []kernels.DType{f16}, nil},
 	} {
 		if *full {
 			c.experts = nil

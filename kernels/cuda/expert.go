@@ -57,8 +57,8 @@ const (
 	fewPairs = 32
 	// A tile's tokens are a multiple of tokenStep.
 	tokenStep = 16
-	// Kernels select by themselves of at most mostRouted experts, for mostRoutedPairs pairs of tokens that have Runs.
-	mostRouted, mostRoutedPairs = 128, 64
+	// Kernels select by themselves of at most mostRouted experts, for mostRoutedRows tokens and mostRoutedPairs pairs.
+	mostRouted, mostRoutedRows, mostRoutedPairs = 128, 8, 64
 )
 
 // step is the bytes of one k-step in a stage with room for that many tokens.
@@ -174,7 +174,7 @@ func (l *streamState) hopperExpertGEMM(op string, mode kernelID, p *kernels.Expe
 
 // selects reports whether expert GEMMs with those arguments can select experts by r.
 func (r *routeSortArgs) selects(a *expertArgs) bool {
-	return r.route.logits != 0 && int(r.route.rows)*int(r.route.k) <= mostRoutedPairs && r.route.experts <= mostRouted &&
+	return r.route.logits != 0 && r.route.rows <= mostRoutedRows && r.route.k <= sortedEach && int(r.route.rows)*int(r.route.k) <= mostRoutedPairs && r.route.experts <= mostRouted &&
 		r.runs != 0 && a.topK == r.route.k && a.listed == r.route.experts && a.expertsAll == a.listed && r.offsets == a.offsets && r.order == a.order && r.runs == a.runs
 }
 
@@ -195,12 +195,12 @@ func (l *streamState) besideRouteDown(p *kernels.ExpertGEMM) bool {
 	return true
 }
 
-// routes reports whether one kernel can run Route and Up: with Runs, which few tokens have, up to mostRouted experts, and
-// narrow tiles.
+// routes reports whether one kernel can run Route and Up: with Runs, of few tokens, up to mostRouted experts, and narrow
+// tiles.
 func (b *Backend) routes(o *kernels.RouteExpertUp) bool {
 	route, p := &o.Route, &o.Up.ExpertGEMM
 	rows, experts, k := route.Logits.Shape[0], route.Logits.Shape[1], route.IDs.Shape[1]
-	if p.Layout.Tag != Tiles || rows == 0 || rows*k > mostRoutedPairs || experts > mostRouted || route.Runs.None() {
+	if p.Layout.Tag != Tiles || rows == 0 || rows > mostRoutedRows || k > sortedEach || rows*k > mostRoutedPairs || experts > mostRouted || route.Runs.None() {
 		return false
 	}
 	return b.chooseExpertShape(2*p.Out.Shape[1]/unitRows, ceil(rows*k, experts), min(experts, rows*k), rows*k) != expertWide

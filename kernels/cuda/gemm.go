@@ -74,7 +74,7 @@ func (l *streamState) matmul(o *kernels.MatMul) error {
 	}
 	same := l.b.sameTypes(o)
 	outFloat := o.Out.DType == kernels.F32
-	if same && (columns <= maxSkinnyColumns || !l.b.o.BatchInvariant && rows <= maxSkinnyRows) {
+	if same && (columns <= maxSkinnyColumns || !l.b.o.BatchInvariant && rows <= maxSkinnyRows || l.b.takesSixteenRows(rows, columns, 16, inner)) {
 		return l.skinnyGEMM(o, outFloat)
 	}
 	if l.b.o.BatchInvariant && l.b.hopper && same && inner > 0 && (outFloat || columns%2 == 0 && paired(&o.Out)) {
@@ -103,9 +103,9 @@ func (l *streamState) matmul(o *kernels.MatMul) error {
 
 const (
 	// few.cu computes GEMMs of at most maxSkinnyColumns columns (routers of up to 64 experts, with
-	// the gate of a shared one) or at most maxSkinnyRows rows.
-	maxSkinnyColumns, maxSkinnyRows = 65, 8
-	skinnyThreads                   = 512
+	// the gate of a shared one) or at most maxSkinnyRows rows; its kernels named sixteen at most maxSixteenRows.
+	maxSkinnyColumns, maxSkinnyRows, maxSixteenRows = 65, 8, 16
+	skinnyThreads                                   = 512
 	// skinnyStageBytes is one stage of a block of few_rows: 64 bytes per thread.
 	skinnyStageBytes = 64 * skinnyThreads
 	// skinnyLoads are the loads of a block up to which few_rows_3, few_rows_4 or few_rows_gated_once_5 reads its weights. Their L2 policy makes
@@ -130,14 +130,17 @@ func (l *streamState) gatedMatmul(o *kernels.GatedMatMul) error {
 	}
 	product, silu := o.Apart()
 	rows, columns := o.X.Shape[0], o.Out.Shape[1]/2
-	if l.b.o.BatchInvariant || rows == 0 || rows > maxSkinnyRows || columns == 0 || !l.b.sameTypes(&product) {
+	sixteen := l.b.takesSixteenRows(rows, columns, 8, o.X.Shape[1])
+	if l.b.o.BatchInvariant || rows == 0 || rows > maxSkinnyRows && !sixteen || columns == 0 || !l.b.sameTypes(&product) {
 		if err := l.matmul(&product); err != nil {
 			return err
 		}
 		return l.siluMul(&silu)
 	}
 	k, g := fewRowsGated2, grid{x: min(ceil(columns, 8), l.b.multiprocessors), threads: skinnyThreads, shared: 2 * skinnyStageBytes}
-	if l.b.largeSmem {
+	if sixteen {
+		k, g.shared = sixteenRowsGated5, 5*skinnyStageBytes
+	} else if l.b.largeSmem {
 		k, g.shared = fewRowsGatedOnce5, 5*skinnyStageBytes
 		if skinnyLoadsOf(columns, 8, g.x, o.X.Shape[1]) > skinnyLoads {
 			k = fewRowsGated5
@@ -146,6 +149,13 @@ func (l *streamState) gatedMatmul(o *kernels.GatedMatMul) error {
 	a := fewArguments(&product, false)
 	a.columns = int32(columns)
 	return launch(l, o.Name(), k, g, &a)
+}
+
+// takesSixteenRows reports whether the kernels for up to 16 rows compute a GEMM of so many rows and columns, of which a tile has
+// that many: X is read again for each tile, so blocks that have many of them are no faster than the library.
+func (b *Backend) takesSixteenRows(rows, columns, tile, inner int) bool {
+	return b.largeSmem && !b.o.BatchInvariant && rows > maxSkinnyRows && rows <= maxSixteenRows && columns > 0 &&
+		skinnyLoadsOf(columns, tile, min(ceil(columns, tile), b.multiprocessors), inner) <= skinnyLoads
 }
 
 // skinnyLoadsOf is the number of stages that a block of few_rows loads, with that many columns a tile.
@@ -159,6 +169,9 @@ func (l *streamState) skinnyGEMM(o *kernels.MatMul, outFloat bool) error {
 	var k kernelID
 	var g grid
 	switch {
+	case l.b.takesSixteenRows(rows, columns, 16, o.X.Shape[1]):
+		g = grid{x: min(ceil(columns, 16), l.b.multiprocessors)}
+		k, g.shared = sixteenRows4, min(skinnyLoadsOf(columns, 16, g.x, o.X.Shape[1]), 4)*skinnyStageBytes
 	case !l.b.o.BatchInvariant && rows <= maxSkinnyRows:
 		k, g = fewRows2, grid{x: min(ceil(columns, 16), l.b.multiprocessors), shared: 2 * skinnyStageBytes}
 		if l.b.largeSmem {

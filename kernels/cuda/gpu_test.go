@@ -52,11 +52,12 @@ const mostSpilled = 64
 // mostCode is how many bytes of instructions for compute capability 9.0 a kernel of few rows may have: it takes most of its
 // time to bring them.
 var mostCode = map[string]uint64{
-	"attention_128_wide": 24 << 10, "rope_attention_128_wide": 26 << 10, "norm_rope_attention_128_wide": 31 << 10, "route_sort": 18 << 10, "few_rows_3": 6 << 10, "few_rows_4": 6 << 10, "router_gate_up": 16 << 10, "route_down": 22 << 10, "combine_norm_few_256": 11 << 10, "combine_norm_few_512": 11 << 10,
+	"attention_128_wide": 24 << 10, "rope_attention_128_wide": 26 << 10, "norm_rope_attention_128_wide": 31 << 10, "route_sort": 16 << 10, "few_rows_3": 6 << 10, "few_rows_4": 6 << 10, "router_gate_up": 16 << 10, "route_down": 22 << 10, "combine_norm_few_256": 11 << 10, "combine_norm_few_512": 11 << 10,
 	"expert_up_256_few": 19 << 10, "expert_up_64_few": 14 << 10, "expert_up_alone_few": 14 << 10,
 	"expert_down_256_few": 13 << 10, "expert_down_64_few": 13 << 10, "expert_down_alone_few": 13 << 10,
 	"expert_up_64_routed": 31 << 10, "expert_up_alone_routed": 31 << 10, "expert_up_64_routed_few": 30 << 10, "expert_up_alone_routed_few": 30 << 10,
 	"expert_down_64_routed": 16 << 10, "expert_down_alone_routed": 16 << 10, "expert_down_64_routed_few": 18 << 10, "expert_down_alone_routed_few": 18 << 10,
+	"sixteen_rows_4": 10 << 10, "sixteen_rows_gated_5": 12 << 10, "sixteen_router_gate_up": 22 << 10, "sixteen_route_down": 26 << 10,
 	"norm_few_256": 8 << 10, "norm_few_512": 8 << 10, "rope_append_kv_few": 5 << 10, "norm_rope_append_kv_few": 10 << 10,
 }
 

@@ -11,10 +11,9 @@ import (
 const (
 	routeRows  = 4
 	maxExperts = defaultShared / 4 / routeRows
+	// route_sort takes up to that many tokens, which select up to that many experts each, of mostRouted.
+	sortedRows, sortedEach = 32, 32
 )
-
-// maxThreads is the maximum number of threads of a block.
-const maxThreads = 1024
 
 func (l *streamState) route(o *kernels.Route) error {
 	rows, experts := o.Logits.Shape[0], o.Logits.Shape[1]
@@ -25,12 +24,11 @@ func (l *streamState) route(o *kernels.Route) error {
 		return err
 	}
 	a := routeArguments(o)
-	sorts := !o.Order.None()
-	if g := routeSortGrid(o); sorts && g.x > 0 {
-		return launch(l, o.Name(), routeSort, g, &a)
+	if sortsFew(o) {
+		return launch(l, o.Name(), routeSort, grid{x: 1, threads: 32 * max(rows, 4)}, &a)
 	}
 	err := launch(l, o.Name(), routeKernel, grid{x: ceil(rows, routeRows), threads: 32 * routeRows, shared: routeRows * experts * 4}, &a.route)
-	if err != nil || !sorts {
+	if err != nil || o.Order.None() {
 		return err
 	}
 	sorting := o.Sorting()
@@ -61,25 +59,10 @@ func routeArguments(o *kernels.Route) routeSortArgs {
 	}
 }
 
-// routeSortGrid is the block that routes and sorts, see route_sort.cuh, if that has enough threads and
-// shared memory.
-func routeSortGrid(o *kernels.Route) (g grid) {
-	threads := routeSortThreads(o)
-	if shared := routeSortShared(o, threads); threads > 0 && threads <= maxThreads && shared <= defaultShared {
-		g = grid{x: 1, threads: threads, shared: shared}
-	}
-	return g
-}
-
-// routeSortThreads is how many threads route and sort at least.
-func routeSortThreads(o *kernels.Route) int {
-	return o.Logits.Shape[0] * ceil(o.Logits.Shape[1], 32) * 32
-}
-
-// routeSortShared is the shared memory of a block of that many threads that routes and sorts, in bytes.
-func routeSortShared(o *kernels.Route, threads int) int {
-	experts, pairs := o.Logits.Shape[1], o.IDs.Elements()
-	return 4 * (2*threads + 3*pairs + ceil(pairs, 32)*experts + experts)
+// sortsFew reports whether one block can route and sort, see sort_rows in route_sort.cuh.
+func sortsFew(o *kernels.Route) bool {
+	rows, experts, k := o.Logits.Shape[0], o.Logits.Shape[1], o.IDs.Shape[1]
+	return !o.Order.None() && rows > 0 && rows <= sortedRows && experts <= mostRouted && k <= sortedEach
 }
 
 // Up to groupFewPairs pairs are sorted with one warp per expert.

@@ -35,7 +35,7 @@ func source(file string) string {
 const hopper = "sm_90a"
 
 // onlyFor has the units, and single kernels, that are built for one architecture only.
-var onlyFor = map[string]string{"expert.cu": hopper, "dense.cu": hopper, "prompt.cu": hopper, "few_rows_3": hopper, "few_rows_4": hopper, "few_rows_5": hopper, "few_rows_gated_5": hopper, "few_rows_gated_once_5": hopper, "router_gate_up": hopper, "route_down": hopper, "attention_128_wide": hopper, "rope_attention_128_wide": hopper, "norm_rope_attention_128_wide": hopper}
+var onlyFor = map[string]string{"expert.cu": hopper, "dense.cu": hopper, "prompt.cu": hopper, "few_rows_3": hopper, "few_rows_4": hopper, "few_rows_5": hopper, "few_rows_gated_5": hopper, "few_rows_gated_once_5": hopper, "sixteen_rows_4": hopper, "sixteen_rows_gated_5": hopper, "router_gate_up": hopper, "route_down": hopper, "sixteen_router_gate_up": hopper, "sixteen_route_down": hopper, "attention_128_wide": hopper, "rope_attention_128_wide": hopper, "norm_rope_attention_128_wide": hopper}
 
 // kernel is one __global__ function.
 type kernel struct {
@@ -104,8 +104,12 @@ const (
 	fewRowsGated2
 	fewRowsGated5
 	fewRowsGatedOnce5
+	sixteenRows4
+	sixteenRowsGated5
 	routerGateUp
 	routeDown
+	sixteenRouterGateUp
+	sixteenRouteDown
 	copyBlocksKernel
 	copySmallKernel
 	addRowsKernel
@@ -152,7 +156,7 @@ var table = func() []kernel {
 		{"elementwise.cu", "rope_append_kv_few", 0},
 		{"elementwise.cu", "norm_rope_append_kv_few", 0},
 		{"route.cu", "route", defaultShared},
-		{"route.cu", "route_sort", defaultShared},
+		{"route.cu", "route_sort", 0},
 		{"route.cu", "group", 0},
 		{"route.cu", "group_few", 0},
 		{"route.cu", "runs", 0},
@@ -177,8 +181,12 @@ var table = func() []kernel {
 		{"few.cu", "few_rows_gated_2", 2 * skinnyStageBytes},
 		{"few.cu", "few_rows_gated_5", 5 * skinnyStageBytes},
 		{"few.cu", "few_rows_gated_once_5", 5 * skinnyStageBytes},
+		{"few.cu", "sixteen_rows_4", 4 * skinnyStageBytes},
+		{"few.cu", "sixteen_rows_gated_5", 5 * skinnyStageBytes},
 		{"few.cu", "router_gate_up", 5 * skinnyStageBytes},
 		{"few.cu", "route_down", 3 * skinnyStageBytes},
+		{"few.cu", "sixteen_router_gate_up", 5 * skinnyStageBytes},
+		{"few.cu", "sixteen_route_down", 4 * skinnyStageBytes},
 		{"copy.cu", "copy_blocks", 0},
 		{"copy.cu", "copy_small", 0},
 		{"copy.cu", "add_rows", 0},

@@ -38,10 +38,13 @@ func testRouterGateUp(r *rig) {
 		{2, 3080, 129, 16},
 		{5, 64, 16, 1100},
 		{9, 64, 8, 24},
+		{16, 2048, 61, 24},
+		{11, 1032, 9, 130},
+		{15, 3080, 64, 16},
 		{40, 48, 61, 18},
 	}
 	if r.o.Full {
-		shapes = append(shapes, shape{1, 2048, 61, 5632}, shape{8, 2048, 61, 5632}) // Qwen1.5-MoE
+		shapes = append(shapes, shape{1, 2048, 61, 5632}, shape{8, 2048, 61, 5632}, shape{16, 2048, 61, 5632}) // Qwen1.5-MoE
 	}
 	for i, s := range shapes {
 		for j, w := range r.o.Weights {
@@ -110,10 +113,13 @@ func testRouteDown(r *rig) {
 		{8, 40, 2, kernels.SparseMixer, 64, 24},
 		{8, 128, 8, kernels.SoftmaxRenorm, 48, 16},
 		{9, 60, 4, kernels.Softmax, 64, 24},
+		{16, 60, 4, kernels.Softmax, 2048, 40},
+		{13, 128, 8, kernels.SoftmaxRenorm, 1104, 130},
+		{16, 16, 2, kernels.SparseMixer, 72, 18},
 		{40, 60, 4, kernels.Softmax, 48, 18},
 	}
 	if r.o.Full {
-		shapes = append(shapes, shape{1, 60, 4, kernels.Softmax, 5632, 2048}, shape{8, 60, 4, kernels.Softmax, 5632, 2048}) // Qwen1.5-MoE
+		shapes = append(shapes, shape{1, 60, 4, kernels.Softmax, 5632, 2048}, shape{8, 60, 4, kernels.Softmax, 5632, 2048}, shape{16, 60, 4, kernels.Softmax, 5632, 2048}) // Qwen1.5-MoE
 	}
 	for i, s := range shapes {
 		for j, w := range r.o.Weights {
@@ -209,7 +215,8 @@ func testRouteExpertUp(r *rig) {
 		{1, 60, 4, 64, 192, kernels.Softmax},
 		{1, 128, 8, 192, 64, kernels.SoftmaxRenorm},
 		{1, 128, 8, 64, 640, kernels.Softmax},
-		{1, 33, 33, 64, 64, kernels.SoftmaxRenorm}, // all
+		{1, 32, 32, 64, 64, kernels.SoftmaxRenorm}, // all, and the most that a warp selects
+		{1, 33, 33, 64, 64, kernels.SoftmaxRenorm},
 		{1, 1, 1, 64, 1088, kernels.SoftmaxRenorm},
 		{1, 129, 3, 64, 64, kernels.Softmax}, // more than a warp selects of, and the last one is selected
 		{3, 8, 2, 64, 64, kernels.SoftmaxRenorm},
@@ -222,7 +229,8 @@ func testRouteExpertUp(r *rig) {
 		{8, 64, 8, 64, 64, kernels.SoftmaxRenorm}, // each pair has an expert of its own
 		{8, 9, 8, 64, 64, kernels.SoftmaxRenorm},  // all pairs that a block selects
 		{8, 9, 9, 64, 64, kernels.SoftmaxRenorm},  // more
-		{9, 8, 2, 64, 64, kernels.SoftmaxRenorm},  // without runs
+		{9, 8, 2, 64, 64, kernels.SoftmaxRenorm},  // more tokens
+		{17, 8, 2, 64, 64, kernels.SoftmaxRenorm}, // without runs
 		{0, 8, 2, 64, 64, kernels.SoftmaxRenorm},
 	}
 	if r.o.Full {

@@ -40,7 +40,7 @@ func pick(x []float64, columns []int) []float64 {
 
 func testMatMul(r *rig) {
 	type shape struct{ n, a, m int }
-	shapes := []shape{{1, 16, 1}, {2, 48, 7}, {7, 272, 60}, {33, 64, 130}, {1, 1040, 48}, {3, 2064, 33}, {131, 32, 18}, {300, 16, 5}, {100, 1104, 140}, {3, 8, 66}}
+	shapes := []shape{{1, 16, 1}, {2, 48, 7}, {7, 272, 60}, {33, 64, 130}, {1, 1040, 48}, {3, 2064, 33}, {131, 32, 18}, {300, 16, 5}, {100, 1104, 140}, {3, 8, 66}, {9, 272, 60}, {16, 1040, 130}, {13, 2064, 33}}
 	if r.o.Full {
 		shapes = append(shapes,
 			shape{2, 4096, 6144}, shape{2, 4096, 4096}, shape{3, 2048, 6144}, shape{5, 3584, 4608}, shape{1, 2048, 5120}, // qkv, o
@@ -105,7 +105,7 @@ func testGEMM(r *rig, x, weight, bias, out tensor) {
 // testGatedMatMul: results are near the reference and have the bits of MatMul and SiluMul in
 // sequence.
 func testGatedMatMul(r *rig) {
-	for i, s := range []struct{ n, a, wide int }{{1, 16, 1}, {2, 48, 7}, {8, 272, 60}, {1, 1040, 48}, {3, 2064, 33}, {5, 1032, 130}, {9, 64, 24}, {131, 32, 18}} {
+	for i, s := range []struct{ n, a, wide int }{{1, 16, 1}, {2, 48, 7}, {8, 272, 60}, {1, 1040, 48}, {3, 2064, 33}, {5, 1032, 130}, {9, 64, 24}, {16, 1032, 130}, {11, 3080, 66}, {131, 32, 18}} {
 		for j, w := range r.o.Weights {
 			r.run(fmt.Sprintf("%+v/%s", s, w), func(r *rig) {
 				x := r.normal(r.rows((i+j)%2 == 0, "X", r.act, s.n, s.a), 0, 1)

@@ -69,6 +69,10 @@ func testRoute(r *rig) {
 			shapes = append(shapes, shape{n, e, 2, kernels.SparseMixer, 3, 0.05}, shape{n, e, 2, kernels.SparseMixer, -3, 0.05}, shape{n, e, 2, kernels.SparseMixer, 0, 1})
 		}
 	}
+	// Of many rows, many experts of a row, and experts of all rows.
+	for _, s := range [][3]int{{32, 128, 32}, {32, 127, 9}, {25, 40, 32}, {32, 5, 5}, {33, 60, 4}} {
+		shapes = append(shapes, shape{s[0], s[1], s[2], kernels.SoftmaxRenorm, 0, 1.5}, shape{s[0], s[1], s[2], kernels.Softmax, 0, 1.5})
+	}
 	// With runs, in one block and in several.
 	const withRuns = 3
 	for _, ek := range [][2]int{{8, 2}, {60, 4}, {128, 8}, {200, 8}} {
@@ -106,7 +110,7 @@ func testRoute(r *rig) {
 			}
 			op := kernels.Route{Logits: logits.Tensor, Method: s.method, Jitter: jitter, IDs: ids.Tensor, Weights: weights.Tensor, Counts: countsArg}
 			var offsets, order, listed tensor
-			sorts := i%4 == 1 || i%4 == 2 || s.n == withRuns || s.n == kernels.MaxRunRows
+			sorts := i%4 == 1 || i%4 == 2 || s.n == withRuns || s.n == kernels.MaxRunRows || s.n >= 25
 			if sorts {
 				offsets, order = r.dense("Offsets", kernels.I32, s.experts+1), r.dense("Order", kernels.I32, s.n*s.k)
 				offsets.writes()

@@ -140,41 +140,7 @@ struct routed_expert_args {
   route_sort_args route;
 };
 
-constexpr int most_routed = 128, most_routed_rows = 8, most_routed_pairs = 64;  // experts, tokens, and both together
-constexpr int routed_each = most_routed / 32;  // consecutive experts of a lane
-
-// The experts that Route selects for a token; in one warp. Returns those of the lane, a bit each; take gets the place among
-// the selected ones, and the expert, of each.
-template <typename F>
-DEVICE u32 top_experts(const route_args &r, int row, F take) {
-  constexpr int each = routed_each;
-  int lane = threadIdx.x % 32, score[each];
-  u32 keys[each], mine = 0;
-#pragma unroll
-  for (int j = 0; j < each; j++) score[j] = load_early((const int *)r.logits + row * r.stride + min(lane * each + j, r.experts - 1));
-#pragma unroll
-  for (int j = 0; j < each; j++) {
-    u32 key = score_key(__uint_as_float((u32)score[j]));
-    keys[j] = lane * each + j < r.experts ? key : 0;
-  }
-#pragma unroll 1
-  for (int i = 0; i < r.k; i++) {
-    u32 top = keys[0];
-#pragma unroll
-    for (int j = 1; j < each; j++) top = keys[j] > top ? keys[j] : top;
-    u32 best = __reduce_max_sync(all_lanes, top), have = __ballot_sync(all_lanes, top == best);
-    bool open = (have & -have) == 1u << lane;  // of equal scores the lowest expert's
-#pragma unroll
-    for (int j = 0; j < each; j++) {
-      bool it = open && keys[j] == best;
-      if (it) take(i, lane * each + j);
-      mine |= it ? 1u << j : 0;
-      keys[j] = it ? 0 : keys[j];
-      open = open && !it;
-    }
-  }
-  return mine;
-}
+constexpr int most_routed_rows = 8, most_routed_pairs = 64;  // tokens, and (token, expert) pairs
 
 // The experts that Route selects for at most that many tokens, ascending, in shared memory of each block. For one token the
 // list is less code, which each launch brings from L2 anew.
@@ -196,7 +162,7 @@ struct selection<1> {
       if (mine >> j & 1) list[at++] = lane * routed_each + j;
   }
 
-  // The entry of a run, as route_and_sort writes it, and the row of a pair.
+  // The entry of a run, as sort_rows writes it, and the row of a pair.
   DEVICE uint4 entry(int run) const {
     if (run < k) return {(u32)list[run], (u32)run, 1, 0};
     return {0, 0, 0, 0};
@@ -222,54 +188,12 @@ struct selection<most_routed_rows> {
   DEVICE int row(int pair) const { return lists->tokens[pair]; }
 };
 
-// Shared memory of the block that writes what Route does, in place of stages.
+// Shared memory of the block that writes what Route does, in place of stages. Of several tokens each has most_routed_pairs / 2
+// experts at most.
 struct routed_ranks {
-  unsigned char rank[most_routed_rows][most_routed];      // of selected experts
-  unsigned char ids[most_routed_rows][most_routed_pairs];  // by rank
-  float weights[most_routed_rows][most_routed_pairs];
+  unsigned char rank[most_routed_rows][most_routed];           // of selected experts
+  unsigned char ids[most_routed_rows][most_routed_pairs / 2];  // by rank
 };
-
-// Weights, ids and counts of a token, whose experts are selected, with the bits of route_and_sort; in one warp. Loops are not
-// unrolled: all of this runs once, and takes longest to bring its instructions.
-DEVICE void weigh(const route_args &r, const routed_lists &l, routed_ranks &at, int row) {
-  int lane = threadIdx.x % 32;
-  const float *scores = (const float *)r.logits + row * r.stride;
-  auto score = [&](int e) { return key_score(score_key(scores[e])); };
-  // Lanes have the experts that they have in route_and_sort, as sums depend on that.
-  auto sum_of = [&](auto term) {
-    float part = 0;
-#pragma unroll 1
-    for (int e = lane; e < r.experts; e += 32) part = __fadd_rn(part, term(e));
-    return warp_sum(part);
-  };
-  float *weights = at.weights[row], m = score(at.ids[row][0]);
-  if (r.method == sparse_method) {
-#pragma unroll 1
-    for (int i = 0; i < r.k; i++) {
-      m = score(at.ids[row][i]);
-      float sum = sum_of([&](int e) {
-        bool before = (l.selected[row][e % 4] >> e / 4 & 1) && at.rank[row][e] < i;
-        return !before && within_limit(r, m, score(e)) ? expf(score(e) - m) : 0.f;
-      });
-      if (lane == 0) weights[i] = 1.f / sum;
-    }
-  } else {
-    float sum = sum_of([&](int e) { return expf(score(e) - m); });
-#pragma unroll 1
-    for (int i = lane; i < r.k; i += 32) weights[i] = expf(score(at.ids[row][i]) - m) / sum;
-  }
-  __syncwarp();
-  float chosen = 0;
-#pragma unroll 1
-  for (int i = 0; i < r.k && r.method == renorm_method; i++) chosen += weights[i];
-#pragma unroll 1
-  for (int i = lane; i < r.k; i += 32) {
-    int e = at.ids[row][i];
-    ((int *)r.ids)[row * r.k + i] = e;
-    ((float *)r.weights)[row * r.k + i] = r.method == renorm_method ? weights[i] / chosen : weights[i];
-    if (r.counts) atomicAdd((u64 *)r.counts + e, 1ull);
-  }
-}
 
 // Selects the experts of all tokens, one in each warp, whose lanes have consecutive experts, and lists them; with
 // lists_tokens also the tokens of pairs. With routes it also writes what Route does.
@@ -332,7 +256,10 @@ DEVICE void select_experts(const route_sort_args &args, routed_lists &l, bool ro
       end_runs(args.runs, all >> 16, min(r.experts, rows * r.k));
     }
   }
-  if (routes && row < rows) weigh(r, l, ranks, row);
+  if (routes) {
+    if (row < rows) weigh(r, row, ranks.ids[row], [&](int e, int i) { return (l.selected[row][e % 4] >> e / 4 & 1) && ranks.rank[row][e] < i; });
+    fence_shared();  // before the copies of weights that take the memory of ranks
+  }
   __syncthreads();
 }
 
@@ -582,7 +509,7 @@ DEVICE void expert(const expert_args &a, unsigned char *memory, const route_sort
   bool routes = routed && up && blockIdx.x == gridDim.x - 1 && !a.lists_ready;
   if (routed == 1 && routes) {
     wait_dependencies();
-    route_and_sort(*route, start);
+    sort_rows(*route, *(sorted_rows *)start);
     fence_shared();  // before the copies of weights that take its memory
     __syncthreads();
   }
@@ -604,10 +531,6 @@ DEVICE void expert(const expert_args &a, unsigned char *memory, const route_sort
       __shared__ routed_lists chosen;
       p.selected = {&chosen};
       select_experts<up>(*route, chosen, routes, start);
-      if (routes) {
-        fence_shared();  // before the copies of weights that take its memory
-        __syncthreads();
-      }
     }
     at.entry = p.entry(at.run);
   };

@@ -86,24 +86,29 @@ KERNEL(512, 1) few_columns_8(const few_args a) { few_columns<1>(a); }
 KERNEL(512, 1) few_columns_16(const few_args a) { few_columns<2>(a); }
 KERNEL(512, 1) few_columns_64(const few_args a) { few_columns<8>(a); }
 
-typedef float tile_parts[few_warps][8][20];  // 20: eight rows are in different banks
+// Sums of a tile by warp, row of X and weight row. 20: eight rows are in different banks.
+template <int eights>
+struct tile_parts {
+  float of[few_warps][8 * eights][20];
+};
 
 // Those of this tile and of the previous one. They are the same memory in all instances of few_rows in a kernel.
-DEVICE tile_parts *parts_of_tiles() {
-  __shared__ tile_parts parts[2];
+template <int eights>
+DEVICE tile_parts<eights> *parts_of_tiles() {
+  __shared__ tile_parts<eights> parts[2];
   return parts;
 }
 
-// Up to eight rows: a tile is 16 weight rows by all of X, and a block computes every
+// Up to eight rows, or that many eights: a tile is 16 weight rows by all of X, and a block computes every
 // blocks-th (persistent kernel). A thread copies the weights that it multiplies itself to
 // stages of its own, so the block synchronizes only for the sum of a tile, and copies run ahead
 // across tiles. The first copies start before the preceding kernels end, which do not write
 // weights. gated: W has a.columns rows of gate, then as many of up, of which a tile has eight
 // each, and Out is silu(gate) up of both in their 16-bit form. once: weights need not stay in L2. late: the next kernel
 // starts with data that this one has waited for.
-template <int stages, bool gated, bool once, bool late = false>
+template <int stages, bool gated, bool once, bool late = false, int eights = 1>
 DEVICE void few_rows(const few_args &a, unsigned char *memory, int block = blockIdx.x, int blocks = gridDim.x) {
-  tile_parts *parts = parts_of_tiles();
+  tile_parts<eights> *parts = parts_of_tiles<eights>();
   if (!late) launch_dependents();
   int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   int row = lane >> 2, first = warp * 64 + (lane & 3) * 8;  // chunks as in few_columns
@@ -137,17 +142,22 @@ DEVICE void few_rows(const few_args &a, unsigned char *memory, int block = block
   wait_dependencies();
   if (late) launch_dependents();
 
-  const u16 *x_at = (const u16 *)a.x + min(row, a.rows - 1) * a.x_stride + first;  // what is computed of other rows is not kept
-  int slot = 0, turn = 0;
-  auto load_x = [&](uint4 (&x)[2], int k) {
+  const u16 *x_at[eights];  // what is computed of rows behind the last one is not kept
 #pragma unroll
-    for (int h = 0; h < 2; h++) x[h] = k + 32 * h < a.inner - first ? *(const uint4 *)(x_at + k + 32 * h) : uint4{0, 0, 0, 0};
+  for (int e = 0; e < eights; e++) x_at[e] = (const u16 *)a.x + min(row + 8 * e, a.rows - 1) * a.x_stride + first;
+  int slot = 0, turn = 0;
+  auto load_x = [&](uint4 (&x)[eights][2], int k) {
+#pragma unroll
+    for (int e = 0; e < eights; e++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) x[e][h] = k + 32 * h < a.inner - first ? *(const uint4 *)(x_at[e] + k + 32 * h) : uint4{0, 0, 0, 0};
   };
-  uint4 kept[2][2];  // gated: X, if it has at most two pieces, as blocks have several tiles
-  if (gated) load_x(kept[0], 0), load_x(kept[1], piece);
+  constexpr bool keeps = gated || eights > 1;  // X, if it has at most two pieces, as blocks have several tiles
+  uint4 kept[2][eights][2];
+  if (gated && eights == 1 || keeps && pieces <= 2) load_x(kept[0], 0), load_x(kept[1], piece);
   for (int tile = block; tile < tiles; tile += blocks, turn ^= 1) {
-    float sums[4] = {};
-    auto multiply = [&](const uint4 (&x)[2]) {
+    float sums[eights][4] = {};
+    auto multiply = [&](const uint4 (&x)[eights][2]) {
       uint4 w[2][2];
       copy_wait<stages - 1>();
 #pragma unroll
@@ -155,32 +165,37 @@ DEVICE void few_rows(const few_args &a, unsigned char *memory, int block = block
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         u32 low[4] = {w[0][h].x, w[1][h].x, w[0][h].y, w[1][h].y}, high[4] = {w[0][h].z, w[1][h].z, w[0][h].w, w[1][h].w};
-        mma(sums, low, x[h].x, x[h].y);
-        mma(sums, high, x[h].z, x[h].w);
+#pragma unroll
+        for (int e = 0; e < eights; e++) {
+          mma(sums[e], low, x[e][h].x, x[e][h].y);
+          mma(sums[e], high, x[e][h].z, x[e][h].w);
+        }
       }
       load_stage(slot);  // its previous content has been multiplied
       if (++slot == stages) slot = 0;
     };
-    if (gated && pieces <= 2) {
+    if (keeps && pieces <= 2) {
       if (pieces > 0) multiply(kept[0]);
       if (pieces > 1) multiply(kept[1]);
     } else {
 #pragma unroll 1
       for (int k = 0; k < pieces * piece; k += piece) {
-        uint4 x[2];
+        uint4 x[eights][2];
         load_x(x, k);
         multiply(x);
       }
     }
 #pragma unroll
-    for (int c = 0; c < 4; c++) parts[turn][warp][(lane & 3) * 2 + c % 2][row + c / 2 * 8] = sums[c];
+    for (int e = 0; e < eights; e++)
+#pragma unroll
+      for (int c = 0; c < 4; c++) parts[turn].of[warp][e * 8 + (lane & 3) * 2 + c % 2][row + c / 2 * 8] = sums[e][c];
     __syncthreads();
     // A thread adds the parts of one weight row and row of X, in whole warps.
     int m = threadIdx.x % 16, n = threadIdx.x / 16;
     if (warp * 2 >= a.rows) continue;
     float v = 0;
 #pragma unroll
-    for (int i = 0; i < few_warps; i++) v = __fadd_rn(v, parts[turn][i][n][m]);
+    for (int i = 0; i < few_warps; i++) v = __fadd_rn(v, parts[turn].of[i][n][m]);
     if (gated) {
       v = from_act(to_act(v));
       v = silu(v) * __shfl_xor_sync(all_lanes, v, 8);
@@ -227,18 +242,41 @@ KERNEL(512, 2) few_rows_gated_once_5(const few_args a) {
   few_rows<5, true, true>(a, memory);
 }
 
+// The same for up to 16 rows.
+KERNEL(512, 1) sixteen_rows_4(const few_args a) {
+  DYNAMIC_SHARED(memory);
+  few_rows<4, false, true, false, 2>(a, memory);
+}
+
+KERNEL(512, 1) sixteen_rows_gated_5(const few_args a) {
+  DYNAMIC_SHARED(memory);
+  few_rows<5, true, true, false, 2>(a, memory);
+}
+
 struct router_gate_up_args {
   few_args router, gate_up;
 };
 
-// few_rows_4 and few_rows_gated_once_5 in one launch. The last blocks, one for each tile, are the router's.
-KERNEL(512, 2) router_gate_up(const router_gate_up_args a) {
-  DYNAMIC_SHARED(memory);
+// The router and the shared expert's gate/up projection. The last blocks, one for each tile, are the router's.
+template <int eights>
+DEVICE void router_beside_gate_up(const router_gate_up_args &a, unsigned char *memory) {
   int tiles = (a.router.columns + 15) / 16, blocks = gridDim.x - tiles, block = blockIdx.x;
   if (block < blocks)
-    few_rows<5, true, true>(a.gate_up, memory, block, blocks);
+    few_rows<5, true, true, false, eights>(a.gate_up, memory, block, blocks);
   else
-    few_rows<4, false, true>(a.router, memory, block - blocks, tiles);
+    few_rows<4, false, true, false, eights>(a.router, memory, block - blocks, tiles);
+}
+
+// few_rows_4 and few_rows_gated_once_5 in one launch.
+KERNEL(512, 2) router_gate_up(const router_gate_up_args a) {
+  DYNAMIC_SHARED(memory);
+  router_beside_gate_up<1>(a, memory);
+}
+
+// sixteen_rows_4 and sixteen_rows_gated_5 in one launch.
+KERNEL(512, 1) sixteen_router_gate_up(const router_gate_up_args a) {
+  DYNAMIC_SHARED(memory);
+  router_beside_gate_up<2>(a, memory);
 }
 
 struct route_down_args {
@@ -249,12 +287,23 @@ struct route_down_args {
 // route_sort and few_rows_4 in one launch, with a stage less, so that a narrow block of the gate/up projection behind it
 // finds room beside. The first block, which has the longer way, routes. Gate/up of few tokens selects the experts by the
 // scores, and runs beside this kernel, so it may start only once this one has waited for these.
-KERNEL(512, 2) route_down(const route_down_args a) {
-  DYNAMIC_SHARED(memory);
+template <int stages, int eights>
+DEVICE void route_beside_down(const route_down_args &a, unsigned char *memory) {
   if (blockIdx.x == 0) {
     wait_dependencies();
-    route_and_sort(a.route, memory);
+    sort_rows(a.route, *(sorted_rows *)memory);
   } else {
-    few_rows<3, false, true, true>(a.down, memory, blockIdx.x - 1, gridDim.x - 1);
+    few_rows<stages, false, true, true, eights>(a.down, memory, blockIdx.x - 1, gridDim.x - 1);
   }
+}
+
+KERNEL(512, 2) route_down(const route_down_args a) {
+  DYNAMIC_SHARED(memory);
+  route_beside_down<3, 1>(a, memory);
+}
+
+// route_sort and sixteen_rows_4 in one launch.
+KERNEL(512, 1) sixteen_route_down(const route_down_args a) {
+  DYNAMIC_SHARED(memory);
+  route_beside_down<4, 2>(a, memory);
 }

@@ -51,9 +51,10 @@ KERNEL(128, 1) route(const route_args a) {
     for (int i = lane; i < a.k; i += 32) weights[i] /= chosen;
 }
 
+// Both for few rows, see sort_rows.
 KERNEL(1024, 1) route_sort(const route_sort_args a) {
-  DYNAMIC_SHARED(memory);
-  route_and_sort(a, memory);
+  __shared__ sorted_rows memory;
+  sort_rows(a, memory);
 }
 
 struct sort_args {
@@ -143,14 +144,17 @@ struct runs_args {
   int experts, most;  // entries of runs
 };
 
-// Lists the experts with pairs as route_sort does, behind group_few; in one warp.
+// Lists the experts with pairs as route_sort does, {expert, first, pairs, 0} each, behind group_few; in one warp.
 KERNEL(32, 1) runs(const runs_args a) {
   begin();
   const int *offsets = (const int *)a.offsets;
   int listed = 0;
   for (int from = 0; from < a.experts; from += 32) {
     int e = from + threadIdx.x, first = e < a.experts ? offsets[e] : 0, pairs = e < a.experts ? offsets[e + 1] - first : 0;
-    listed = append_runs(a.runs, listed, e, first, pairs);
+    u32 here = __ballot_sync(all_lanes, pairs > 0);
+    int to = listed + __popc(here & ((1u << threadIdx.x) - 1));
+    if (pairs > 0) store_chunk((uint4 *)a.runs + to, uint4{(u32)e, (u32)first, (u32)pairs, 0});
+    listed += __popc(here);
   }
   end_runs(a.runs, listed, a.most);
 }

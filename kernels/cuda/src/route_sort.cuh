@@ -23,19 +23,86 @@ DEVICE float key_score(u32 key) { return __uint_as_float(key >> 31 ? key & 0x7ff
 // Whether a score is within the limit of sparsemixer of the largest one, m.
 DEVICE bool within_limit(const route_args &a, float m, float s) { return !((m - s) / fmaxf(fabsf(s), m) > a.limit); }
 
+constexpr int most_routed = 128;               // experts of which a warp selects
+constexpr int routed_each = most_routed / 32;  // consecutive experts of a lane
+
+// The experts that Route selects for a row; in one warp. Returns those of the lane, a bit each; take gets the rank, and the
+// expert, of each.
+template <typename F>
+DEVICE u32 top_experts(const route_args &r, i64 row, F take) {
+  constexpr int each = routed_each;
+  int lane = threadIdx.x % 32, score[each];
+  u32 keys[each], mine = 0;
+#pragma unroll
+  for (int j = 0; j < each; j++) score[j] = load_early((const int *)r.logits + row * r.stride + min(lane * each + j, r.experts - 1));
+#pragma unroll
+  for (int j = 0; j < each; j++) {
+    u32 key = score_key(__uint_as_float((u32)score[j]));
+    keys[j] = lane * each + j < r.experts ? key : 0;
+  }
+#pragma unroll 1
+  for (int i = 0; i < r.k; i++) {
+    u32 top = keys[0];
+#pragma unroll
+    for (int j = 1; j < each; j++) top = keys[j] > top ? keys[j] : top;
+    u32 best = __reduce_max_sync(all_lanes, top), have = __ballot_sync(all_lanes, top == best);
+    bool open = (have & -have) == 1u << lane;  // of equal scores the lowest expert's
+#pragma unroll
+    for (int j = 0; j < each; j++) {
+      bool it = open && keys[j] == best;
+      if (it) take(i, lane * each + j);
+      mine |= it ? 1u << j : 0;
+      keys[j] = it ? 0 : keys[j];
+      open = open && !it;
+    }
+  }
+  return mine;
+}
+
+// Weights, ids and counts of a row whose experts are selected, 32 at most, with the bits of route; in one warp. ids has them by
+// rank; before(e, i) is whether expert e has a rank below i. Loops are not unrolled: all of this runs once, and takes longest
+// to bring its instructions.
+template <typename F>
+DEVICE void weigh(const route_args &r, i64 row, const unsigned char *ids, F before) {
+  int lane = threadIdx.x % 32;
+  const float *scores = (const float *)r.logits + row * r.stride;
+  auto score = [&](int e) { return key_score(score_key(scores[e])); };
+  // Lanes have the experts that they have in route, as sums depend on that.
+  auto sum_of = [&](auto term) {
+    float part = 0;
+#pragma unroll 1
+    for (int e = lane; e < r.experts; e += 32) part = __fadd_rn(part, term(e));
+    return warp_sum(part);
+  };
+  int id = ids[min(lane, r.k - 1)];
+  float m = score(ids[0]), weight = 0;
+  if (r.method == sparse_method) {
+#pragma unroll 1
+    for (int i = 0; i < r.k; i++) {
+      m = score(ids[i]);
+      float sum = sum_of([&](int e) { return !before(e, i) && within_limit(r, m, score(e)) ? expf(score(e) - m) : 0.f; });
+      if (lane == i) weight = 1.f / sum;
+    }
+  } else {
+    weight = expf(score(id) - m) / sum_of([&](int e) { return expf(score(e) - m); });
+  }
+  if (r.method == renorm_method) {
+    float chosen = 0;
+#pragma unroll 1
+    for (int i = 0; i < r.k; i++) chosen += __shfl_sync(all_lanes, weight, i);
+    weight /= chosen;
+  }
+  if (lane < r.k) {
+    ((int *)r.ids)[row * r.k + lane] = id;
+    ((float *)r.weights)[row * r.k + lane] = weight;
+    if (r.counts) atomicAdd((u64 *)r.counts + id, 1ull);
+  }
+}
+
 struct route_sort_args {
   route_args route;
   u64 offsets, order, runs;  // runs: 0 for none
 };
-
-// Lists the experts of a warp's lanes that have pairs behind the first listed ones, and returns how many are
-// listed then: {expert, first, pairs, 0} each.
-DEVICE int append_runs(u64 runs, int listed, int expert, int first, int pairs) {
-  u32 here = __ballot_sync(all_lanes, pairs > 0);
-  int to = listed + __popc(here & ((1u << threadIdx.x % 32) - 1));
-  if (pairs > 0) store_chunk((uint4 *)runs + to, uint4{(u32)expert, (u32)first, (u32)pairs, 0});
-  return listed + __popc(here);
-}
 
 // Clears the entries behind the first listed ones; in a warp.
 DEVICE void end_runs(u64 runs, int listed, int most) {
@@ -43,121 +110,65 @@ DEVICE void end_runs(u64 runs, int listed, int most) {
   for (int i = listed + threadIdx.x % 32; i < most; i += 32) store_chunk((uint4 *)runs + i, uint4{0, 0, 0, 0});
 }
 
-// Routes few rows and sorts their pairs, in one block with a thread for each row and expert, in
-// whole warps of a row, and any number of warps more: a thread counts the experts that are selected
-// before its own. Weights have the bits of route. Shared memory, in words: keys and terms of a sum
-// of each thread; of each pair its expert, its key and its weight; for each 32 pairs the number of
-// each expert's, then of those before; the first pair of each expert.
-DEVICE void route_and_sort(const route_sort_args &args, unsigned char *memory) {
-  launch_dependents();
+// Shared memory of sort_rows, of up to 32 rows that select 32 experts each at most.
+struct sorted_rows {
+  u32 chosen[most_routed];         // of each expert, a bit for each row
+  u32 ranks[32][most_routed / 4];  // of selected experts, a byte each, 255 of others
+  unsigned char ids[32][32];       // by rank
+  int firsts[most_routed];         // the first pair of each expert
+};
+
+// Routes up to 32 rows, which select 32 of 128 experts each at most, and sorts their pairs: a warp for each row, then a thread
+// for each expert; in one block, of which more warps may be there.
+DEVICE void sort_rows(const route_sort_args &args, sorted_rows &m) {
   const route_args &a = args.route;
-  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rows = (int)a.rows, across = (a.experts + 31) / 32;  // warps of a row
-  int row = min(warp / across, rows - 1);  // warps that are too many read the last one's
-  int group = warp % across, expert = group * 32 + lane, threads = blockDim.x;
-  int pairs = rows * a.k, parts = (pairs + 31) / 32, first = row * a.k;
-  u32 *keys = (u32 *)memory, *best = keys + threads;
-  float *terms = (float *)(best + pairs), *weights = terms + threads;
-  int *ids = (int *)(weights + pairs), *counts = ids + pairs, *firsts = counts + parts * a.experts;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < parts * a.experts; i += threads) counts[i] = 0;
+  launch_dependents();
+  auto rank = [&](int row, int e) -> unsigned char & { return ((unsigned char *)m.ranks[row])[e]; };
+  int lane = threadIdx.x % 32, row = threadIdx.x / 32, rows = (int)a.rows;
+  for (int i = threadIdx.x; i < most_routed; i += blockDim.x) m.chosen[i] = 0;
+  for (int i = threadIdx.x; i < rows * (most_routed / 4); i += blockDim.x) (&m.ranks[0][0])[i] = ~0u;
+  __syncthreads();
   wait_dependencies();
-  bool there = expert < a.experts && warp < rows * across;
-  u32 key = there ? score_key(((const float *)a.logits)[row * a.stride + expert]) : 0;
-  float score = key_score(key);
-  keys[threadIdx.x] = key;
-  __syncthreads();
-
-  int rank = 0;
-#pragma unroll 1
-  for (int g = 0; g < across; g++) {
-    const u32 *others = keys + (row * across + g) * 32;
-    u32 upper = key, lower = g <= group ? key - 1 : key;  // of equal keys the lower experts are selected before
-    int until = g == group ? lane : 32;
-#pragma unroll 16
-    for (int i = 0; i < 32; i++) rank += others[i] > (i < until ? lower : upper);
-  }
-  bool selected = there && rank < a.k;
-  int pair = first + rank;
-  if (selected) ids[pair] = expert, best[pair] = key;
-  __syncthreads();
-
-  // The sum over a row, in the order of route; in all of its threads.
-  auto sum_of = [&](float term) {
-    __syncthreads();  // the previous terms have been read
-    terms[threadIdx.x] = term;
-    __syncthreads();
-    float part = 0;
-#pragma unroll 1
-    for (int g = 0; g < across; g++) part += terms[(row * across + g) * 32 + lane];
-    return warp_sum(part);
-  };
-  float weight = 0;
-  if (a.method == sparse_method) {
-#pragma unroll 1
-    for (int i = 0; i < a.k; i++) {
-      float m = key_score(best[first + i]);
-      float sum = sum_of(there && rank >= i && within_limit(a, m, score) ? expf(score - m) : 0.f);
-      if (rank == i) weight = 1.f / sum;
-    }
-  } else {
-    float term = there ? expf(score - key_score(best[first])) : 0.f;
-    weight = term / sum_of(term);
-  }
-  if (a.method == renorm_method) {
-    if (selected) weights[pair] = weight;
-    __syncthreads();
-    float chosen = 0;
-#pragma unroll 2
-    for (int i = 0; i < a.k; i++) chosen += weights[first + i];
-    weight /= chosen;
-  }
-  if (selected) {
-    ((int *)a.ids)[pair] = expert;
-    ((float *)a.weights)[pair] = weight;
-    if (a.counts) atomicAdd((u64 *)a.counts + expert, 1ull);
-  }
-
-  // From here on a thread is a pair.
-  pair = threadIdx.x;
-  int id = pair < pairs ? ids[pair] : -1;
-  u32 same = 0;  // lanes with the same expert
-  if (warp < parts) {
-#pragma unroll 8
-    for (int i = 0; i < 32; i++) same |= (u32)(__shfl_sync(all_lanes, id, i) == id) << i;
-  }
-  int before = __popc(same & ((1u << lane) - 1));
-  if (id >= 0 && before == 0) counts[warp * a.experts + id] = __popc(same);
-  __syncthreads();
-#pragma unroll 1
-  for (int e = threadIdx.x; e < a.experts; e += threads) {
-    int sum = 0;
-#pragma unroll 1
-    for (int i = 0; i < parts; i++) {
-      int n = counts[i * a.experts + e];
-      counts[i * a.experts + e] = sum;
-      sum += n;
-    }
-    firsts[e] = sum;
+  if (row < rows) {
+    top_experts(a, row, [&](int i, int e) {
+      rank(row, e) = (unsigned char)i, m.ids[row][i] = (unsigned char)e;
+      atomicAdd(&m.chosen[e], 1u << row);
+    });
+    __syncwarp();
+    weigh(a, row, m.ids[row], [&](int e, int i) { return rank(row, e) < i; });
   }
   __syncthreads();
-  if (warp == 0) {
-    int sum = 0, listed = 0;
-#pragma unroll 1
-    for (int from = 0; from < a.experts; from += 32) {
-      int e = from + lane, n = e < a.experts ? firsts[e] : 0, up_to = n;
+  if (row == 0) {
+    int sum = 0;  // of pairs, and of experts that have some in the upper half
 #pragma unroll
-      for (int j = 1; j < 32; j <<= 1) {
-        int v = __shfl_up_sync(all_lanes, up_to, j);
-        if (lane >= j) up_to += v;
-      }
-      int begin = sum + up_to - n;
-      if (e < a.experts) firsts[e] = ((int *)args.offsets)[e] = begin;
-      if (args.runs) listed = append_runs(args.runs, listed, e, begin, n);
-      sum += __shfl_sync(all_lanes, up_to, 31);
+    for (int j = 0; j < routed_each; j++) {
+      int n = __popc(m.chosen[lane * routed_each + j]);
+      sum += n + (n > 0 ? 1 << 16 : 0);
     }
-    if (lane == 0) ((int *)args.offsets)[a.experts] = sum;
-    if (args.runs) end_runs(args.runs, listed, min(a.experts, pairs));
+    int up_to = sum;
+#pragma unroll
+    for (int j = 1; j < 32; j <<= 1) {
+      int v = __shfl_up_sync(all_lanes, up_to, j);
+      if (lane >= j) up_to += v;
+    }
+    int first = (up_to - sum) & 0xffff, to = (up_to - sum) >> 16, all = __shfl_sync(all_lanes, up_to, 31);
+#pragma unroll
+    for (int j = 0; j < routed_each; j++) {
+      int e = lane * routed_each + j, n = __popc(m.chosen[e]);
+      if (e < a.experts) ((int *)args.offsets)[e] = m.firsts[e] = first;
+      if (args.runs && n > 0) store_chunk((uint4 *)args.runs + to++, uint4{(u32)e, (u32)first, (u32)n, 0});
+      first += n;
+    }
+    if (lane == 0) ((int *)args.offsets)[a.experts] = all & 0xffff;
+    if (args.runs) end_runs(args.runs, all >> 16, min(a.experts, rows * a.k));
   }
   __syncthreads();
-  if (id >= 0) ((int *)args.order)[firsts[id] + counts[warp * a.experts + id] + before] = pair;
+  for (int e = threadIdx.x; e < a.experts; e += blockDim.x) {
+    int *to = (int *)args.order + m.firsts[e];
+#pragma unroll 1
+    for (u32 left = m.chosen[e]; left; left &= left - 1) {
+      int of = __popc((left & -left) - 1);
+      *to++ = of * a.k + rank(of, e);
+    }
+  }
 }
