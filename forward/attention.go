@@ -194,7 +194,7 @@ func (m *Model) PostAttention(s device.Stream, layer int, b *Batch, sorts, inExp
 		return err
 	}
 	m.ops.route = m.route(layer, b, sorts)
-	m.runs, m.unrouted = m.ops.route.Runs, inExperts && sorts && b.Rows <= kernels.MaxRunRows
+	m.runs, m.unrouted = m.ops.route.Runs, inExperts && !m.ops.route.Runs.None()
 	if m.unrouted {
 		return nil
 	}
@@ -249,7 +249,7 @@ func (m *Model) route(layer int, b *Batch, sorts bool) kernels.Route {
 	}
 	if sorts {
 		o.Offsets, o.Order = at.offsets, b.slice(at.order, c.TopK)
-		if b.Rows <= kernels.MaxRunRows {
+		if kernels.ListsRuns(b.Rows, c.Experts, c.TopK) {
 			o.Runs = at.runs.Slice(0, kernels.MostRuns(c.Experts, b.Rows*c.TopK))
 		}
 	}

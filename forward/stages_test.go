@@ -530,8 +530,8 @@ func TestRuns(t *testing.T) {
 		defer func() { b.names = nil }()
 		return strings.Join(b.names, " ")
 	}
-	for _, rows := range []int{1, 3, kernels.MaxRunRows, kernels.MaxRunRows + 1} {
-		batch, few := Batch{Span: Span{Rows: rows}}, rows <= kernels.MaxRunRows
+	for rows, few := range map[int]bool{1: true, 3: true, 16: true, 20: true, 21: false} {
+		batch := Batch{Span: Span{Rows: rows}}
 		for name, sorts := range map[string]func() error{
 			"router":                          func() error { return m.PostAttention(nil, 0, &batch, true, false) },
 			"router, later":                   func() error { return m.PostAttention(nil, 0, &batch, true, true) },

@@ -32,7 +32,7 @@ type routingBuffers struct {
 	weights kernels.Tensor // [N, K] F32
 	offsets kernels.Tensor // [E+1] I32
 	order   kernels.Tensor // [N*K] I32
-	runs    kernels.Tensor // [min(E, MaxRunRows*K), RunColumns] I32
+	runs    kernels.Tensor // [MostRuns(E, MaxRunRows*K), RunColumns] I32
 
 	predictedScores  kernels.Tensor // [N, E] F32
 	predictedIDs     kernels.Tensor // [N, K] I32

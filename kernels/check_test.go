@@ -295,11 +295,11 @@ func TestCheckErrors(t *testing.T) {
 		{func(v *valid) Op { v.route.Runs.Addr = v.route.Counts.Addr; return &v.route }, "overlaps Counts"},
 		{func(v *valid) Op {
 			v.route = Route{
-				Logits: v.tensor(F32, 17, 8), IDs: v.tensor(I32, 17, 2), Weights: v.tensor(F32, 17, 2),
-				Offsets: v.route.Offsets, Order: v.tensor(I32, 34), Runs: v.tensor(I32, 8, 4),
+				Logits: v.tensor(F32, 65, 8), IDs: v.tensor(I32, 65, 2), Weights: v.tensor(F32, 65, 2),
+				Offsets: v.route.Offsets, Order: v.tensor(I32, 130), Runs: v.tensor(I32, 15, 4),
 			}
 			return &v.route
-		}, "route: Runs is int32[8 4], want none for more than 16 rows (Logits has 17)"},
+		}, "route: Runs is int32[15 4], want none for more than 64 rows (Logits has 65)"},
 		{func(v *valid) Op { v.route.Order = v.tensor(I32, 5); return &v.route }, "route: Order is int32[5], want 6 elements (IDs is int32[3 2])"},
 		{func(v *valid) Op { v.route.Order = v.route.IDs.View(6); return &v.route }, "route: Order"},
 		{func(v *valid) Op { v.route.Method = 3; return &v.route }, "Method is 3"},
@@ -379,14 +379,14 @@ func TestCheckErrors(t *testing.T) {
 		}, "Runs is int32[6 4], want none for a part of the columns (Columns is [0, 48))"},
 		{func(v *valid) Op {
 			o := v.listAll(&v.up.ExpertGEMM)
-			o.X, o.Order, o.Out, o.Runs = v.tensor(F32, 17, 32), v.tensor(I32, 34), v.tensor(F32, 34, 48), v.tensor(I32, 8, 4)
+			o.X, o.Order, o.Out, o.Runs = v.tensor(F32, 65, 32), v.tensor(I32, 130), v.tensor(F32, 130, 48), v.tensor(I32, 15, 4)
 			return &v.up
-		}, "Runs is int32[8 4], want none for more than 16 rows (X has 17)"},
+		}, "Runs is int32[15 4], want none for more than 64 rows (X has 65)"},
 		{func(v *valid) Op {
 			o := v.listAll(&v.down.ExpertGEMM)
-			o.X, o.Order, o.Out, o.Runs = v.tensor(F32, 129, 48), v.tensor(I32, 129), v.tensor(F32, 129, 32), v.tensor(I32, 8, 4)
+			o.X, o.Order, o.Out, o.Runs = v.tensor(F32, 513, 48), v.tensor(I32, 513), v.tensor(F32, 513, 32), v.tensor(I32, 39, 4)
 			return &v.down
-		}, "kernels: expert_down: Runs is int32[8 4], want none for more than 16 pairs per expert (Order has 129, Slots 8)"},
+		}, "kernels: expert_down: Runs is int32[39 4], want none for more than 64 pairs per expert (Order has 513, Slots 8)"},
 		{func(v *valid) Op { v.up.Columns = Columns{0, 32}; return &v.up }, "Columns is [0, 32), want a part of 48 (Layout.Intermediate) in multiples of 64"},
 		{func(v *valid) Op { v.up.Columns = Columns{48, 48}; return &v.up }, "Columns is [48, 48), want a part of 48"},
 		{func(v *valid) Op { v.up.Columns = Columns{0, 64}; return &v.up }, "Columns is [0, 64), want a part of 48"},

@@ -27,21 +27,32 @@ type Route struct {
 	// Offsets, [E+1] I32, and Order, [N*K] I32, or both none: sorts the pairs, as SortByExpert
 	// does.
 	Offsets, Order Tensor
-	// Runs, [min(E, N*K), RunColumns] I32, dense, or none; only for at most MaxRunRows tokens, and with
-	// Order: for each expert that has pairs, ascending, {expert, its first place in Order, its number
-	// of pairs, 0}; rows behind these are 0.
+	// Runs, [MostRuns(E, N*K), RunColumns] I32, dense, or none; only for at most MaxRunRows tokens, and with
+	// Order: for each expert that has pairs, ascending, {expert, first place in Order, number of pairs, 0}
+	// for every MaxRunPairs of them; rows behind these are 0.
 	Runs Tensor
 }
 
 const (
-	// MaxRunRows is the maximum number of tokens for which Route writes Runs, and so of an expert's pairs.
-	MaxRunRows = 16
+	// MaxRunRows is the maximum number of tokens for which Route writes Runs.
+	MaxRunRows = 64
+	// MaxRunPairs is the maximum number of pairs of a run.
+	MaxRunPairs = 16
 	// RunColumns is the number of elements of a run.
 	RunColumns = 4
 )
 
 // MostRuns is the number of rows of Runs, for that number of experts and of (token, k) pairs.
-func MostRuns(experts, pairs int) int { return min(experts, pairs) }
+func MostRuns(experts, pairs int) int {
+	having := min(experts, pairs) // a run more takes MaxRunPairs pairs more of an expert
+	return having + (pairs-having)/MaxRunPairs
+}
+
+// ListsRuns reports whether Route should write Runs for that many tokens, each with k of the experts. Weights are
+// loaded once for each run, so experts with more than MaxRunPairs pairs should be rare: with up to five on average.
+func ListsRuns(tokens, experts, k int) bool {
+	return tokens <= MaxRunPairs || tokens <= MaxRunRows && tokens*k <= 5*experts
+}
 
 // checkRuns checks Runs for that number of experts and pairs.
 func (c *checker) checkRuns(runs *Tensor, experts, pairs int) {

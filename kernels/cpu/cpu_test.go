@@ -208,7 +208,7 @@ func TestBadData(t *testing.T) {
 		return op
 	}
 	manyPairs := func() kernels.Op {
-		const pairs = kernels.MaxRunRows + 1
+		const pairs = kernels.MaxRunPairs + 1
 		var all []int32
 		for i := range int32(pairs) {
 			all = append(all, i)
@@ -265,7 +265,7 @@ func TestBadData(t *testing.T) {
 		{withRuns(up(good, order, []int32{0, 1, 2}, slots), 0, 0, 2, 0, 2, 2, 2, 0, 1, 4, 0, 0), "cpu: expert_up: Runs[8] is 1, want 0 by Offsets"},
 		{down(good, order, []int32{2}, []uint64{extent, extent, 0}), "cpu: expert_down: Slots[2] is 0x0"},
 		{down(good, []int32{0, -1, 1, 2}, []int32{0}, slots), "cpu: expert_down: Order[1] is -1"},
-		{manyPairs(), "cpu: expert_down: Runs[2] is 17, want at most 16 pairs of an expert"},
+		{manyPairs(), "cpu: expert_down: Runs[2] is 17, want 16 by Offsets"},
 		{attention([]int32{1, 2, 3}, []int32{16, 16}, []int32{0, 1, 2, 3}), "cpu: attention: SeqStarts[0] is 1, want 0"},
 		{attention([]int32{0, 2, 4}, []int32{16, 16}, []int32{0, 1, 2, 3}), "cpu: attention: SeqStarts[2] is 4, want 3"},
 		{attention([]int32{0, 4, 3}, []int32{16, 16}, []int32{0, 1, 2, 3}), "cpu: attention: SeqStarts[1] is 4"},

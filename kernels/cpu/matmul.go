@@ -377,9 +377,6 @@ func checkRuns(op string, runs, offsets []int32) error {
 		if v != want[i] {
 			return errValue(op, "Runs", i, int64(v), "%d by Offsets", want[i])
 		}
-		if i%kernels.RunColumns == 2 && v > kernels.MaxRunRows {
-			return errValue(op, "Runs", i, int64(v), "at most %d pairs of an expert", kernels.MaxRunRows)
-		}
 	}
 	return nil
 }

@@ -55,8 +55,8 @@ func listRuns(runs, offsets []int32) {
 	clear(runs)
 	n := 0
 	for e, first := range offsets[:len(offsets)-1] {
-		if pairs := offsets[e+1] - first; pairs > 0 {
-			copy(runs[n*kernels.RunColumns:], []int32{int32(e), first, pairs, 0})
+		for ; first < offsets[e+1]; first += kernels.MaxRunPairs {
+			copy(runs[n*kernels.RunColumns:], []int32{int32(e), first, min(offsets[e+1]-first, kernels.MaxRunPairs), 0})
 			n++
 		}
 	}

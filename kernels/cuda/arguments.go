@@ -458,7 +458,7 @@ type runsArgs struct {
 	offsets uint64 // 0
 	runs    uint64 // 8
 	experts int32  // 16
-	most    int32  // 20
+	pairs   int32  // 20
 }
 
 // sampleArgs has the layout of sample_args in src/sample.cu: 104 bytes, fields at these.

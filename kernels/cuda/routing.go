@@ -36,7 +36,7 @@ func (l *streamState) route(o *kernels.Route) error {
 		return err
 	}
 	return launch(l, o.Name(), runsKernel, grid{x: 1, threads: 32}, &runsArgs{
-		offsets: address(&o.Offsets), runs: address(&o.Runs), experts: int32(experts), most: int32(o.Runs.Shape[0]),
+		offsets: address(&o.Offsets), runs: address(&o.Runs), experts: int32(experts), pairs: int32(o.Order.Shape[0]),
 	})
 }
 

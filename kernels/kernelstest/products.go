@@ -199,13 +199,13 @@ func sorted(ids [][]int, experts int) (offsets, order []int) {
 	return append(offsets, len(order)), order
 }
 
-// runs has {expert, first pair, pairs, 0} of each expert that has pairs, and zeros for the others there is room for.
+// runs has {expert, first pair, pairs, 0} for every MaxRunPairs pairs of each expert, and zeros for the others there is room for.
 func runs(offsets []int, pairs int) []int {
 	var all []int
 	experts := len(offsets) - 1
 	for e, first := range offsets[:experts] {
-		if n := offsets[e+1] - first; n > 0 {
-			all = append(all, e, first, n, 0)
+		for ; first < offsets[e+1]; first += kernels.MaxRunPairs {
+			all = append(all, e, first, min(offsets[e+1]-first, kernels.MaxRunPairs), 0)
 		}
 	}
 	return append(all, make([]int, kernels.RunColumns*kernels.MostRuns(experts, pairs)-len(all))...)

@@ -12,7 +12,7 @@
 // so the number of tokens does not change a bit of any token's result.
 //
 // Kernels for few tokens (few) read the runs that the router has listed (Runs of kernels.Route):
-// experts with pairs, each with tokens of one tile. The others make such a list first. Routed kernels select the experts
+// experts with pairs, once for each tile of tokens. The others make such a list first. Routed kernels select the experts
 // of one token, or of up to eight, themselves, while one block writes what the router does.
 
 struct expert_args {
@@ -253,7 +253,7 @@ DEVICE void select_experts(const route_sort_args &args, routed_lists &l, bool ro
     for (int i = (all >> 16) + lane; i < most_routed_pairs; i += 32) l.runs[i] = 0;
     if (routes) {
       if (lane == 0) ((int *)args.offsets)[r.experts] = all & 0xffff;
-      end_runs(args.runs, all >> 16, min(r.experts, rows * r.k));
+      end_runs(args.runs, all >> 16, r.experts, rows * r.k);
     }
   }
   if (routes) {

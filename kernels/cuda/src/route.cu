@@ -141,20 +141,24 @@ KERNEL(32, 1) group_few(const sort_args a) {
 
 struct runs_args {
   u64 offsets, runs;
-  int experts, most;  // entries of runs
+  int experts, pairs;
 };
 
-// Lists the experts with pairs as route_sort does, {expert, first, pairs, 0} each, behind group_few; in one warp.
+// Lists the experts with pairs as route_sort does, behind group and group_few; in one warp.
 KERNEL(32, 1) runs(const runs_args a) {
   begin();
   const int *offsets = (const int *)a.offsets;
   int listed = 0;
   for (int from = 0; from < a.experts; from += 32) {
     int e = from + threadIdx.x, first = e < a.experts ? offsets[e] : 0, pairs = e < a.experts ? offsets[e + 1] - first : 0;
-    u32 here = __ballot_sync(all_lanes, pairs > 0);
-    int to = listed + __popc(here & ((1u << threadIdx.x) - 1));
-    if (pairs > 0) store_chunk((uint4 *)a.runs + to, uint4{(u32)e, (u32)first, (u32)pairs, 0});
-    listed += __popc(here);
+    int up_to = runs_of(pairs);
+#pragma unroll
+    for (int j = 1; j < 32; j <<= 1) {
+      int v = __shfl_up_sync(all_lanes, up_to, j);
+      if ((int)threadIdx.x >= j) up_to += v;
+    }
+    append_runs(a.runs, listed + up_to - runs_of(pairs), e, first, pairs);
+    listed += __shfl_sync(all_lanes, up_to, 31);
   }
-  end_runs(a.runs, listed, a.most);
+  end_runs(a.runs, listed, a.experts, a.pairs);
 }

@@ -104,8 +104,22 @@ struct route_sort_args {
   u64 offsets, order, runs;  // runs: 0 for none
 };
 
-// Clears the entries behind the first listed ones; in a warp.
-DEVICE void end_runs(u64 runs, int listed, int most) {
+constexpr int run_pairs = 16;  // of one run at most
+
+// How many runs pairs have.
+DEVICE int runs_of(int pairs) { return (pairs + run_pairs - 1) / run_pairs; }
+
+// Lists an expert's pairs: {expert, first pair, pairs, 0} for each run.
+DEVICE void append_runs(u64 runs, int to, int expert, int first, int pairs) {
+#pragma unroll 1
+  for (; pairs > 0; first += run_pairs, pairs -= run_pairs)
+    store_chunk((uint4 *)runs + to++, uint4{(u32)expert, (u32)first, (u32)min(pairs, run_pairs), 0});
+}
+
+// Clears the entries behind the first listed ones, of as many as all experts' pairs may have; in a warp.
+DEVICE void end_runs(u64 runs, int listed, int experts, int pairs) {
+  int most = min(experts, pairs);
+  most += (pairs - most) / run_pairs;
 #pragma unroll 1
   for (int i = listed + threadIdx.x % 32; i < most; i += 32) store_chunk((uint4 *)runs + i, uint4{0, 0, 0, 0});
 }
@@ -139,11 +153,11 @@ DEVICE void sort_rows(const route_sort_args &args, sorted_rows &m) {
   }
   __syncthreads();
   if (row == 0) {
-    int sum = 0;  // of pairs, and of experts that have some in the upper half
+    int sum = 0;  // of pairs, and of runs in the upper half
 #pragma unroll
     for (int j = 0; j < routed_each; j++) {
       int n = __popc(m.chosen[lane * routed_each + j]);
-      sum += n + (n > 0 ? 1 << 16 : 0);
+      sum += n + (runs_of(n) << 16);
     }
     int up_to = sum;
 #pragma unroll
@@ -156,11 +170,11 @@ DEVICE void sort_rows(const route_sort_args &args, sorted_rows &m) {
     for (int j = 0; j < routed_each; j++) {
       int e = lane * routed_each + j, n = __popc(m.chosen[e]);
       if (e < a.experts) ((int *)args.offsets)[e] = m.firsts[e] = first;
-      if (args.runs && n > 0) store_chunk((uint4 *)args.runs + to++, uint4{(u32)e, (u32)first, (u32)n, 0});
-      first += n;
+      if (args.runs) append_runs(args.runs, to, e, first, n);
+      first += n, to += runs_of(n);
     }
     if (lane == 0) ((int *)args.offsets)[a.experts] = all & 0xffff;
-    if (args.runs) end_runs(args.runs, all >> 16, min(a.experts, rows * a.k));
+    if (args.runs) end_runs(args.runs, all >> 16, a.experts, rows * a.k);
   }
   __syncthreads();
   for (int e = threadIdx.x; e < a.experts; e += blockDim.x) {

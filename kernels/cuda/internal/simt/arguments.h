@@ -368,7 +368,7 @@
   FIELD(runs_args, offsets) \
   FIELD(runs_args, runs) \
   FIELD(runs_args, experts) \
-  FIELD(runs_args, most) \
+  FIELD(runs_args, pairs) \
   STRUCT(sample_args) \
   FIELD(sample_args, logits) \
   FIELD(sample_args, temperatures) \
