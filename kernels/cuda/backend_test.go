@@ -175,20 +175,22 @@ func TestMatMulChoice(t *testing.T) {
 		}
 	}
 	for _, test := range []struct {
-		columns, inner, blocks, shared int
-		kernel                         string
+		rows, columns, inner, blocks, shared int
+		kernel                               string
 	}{
-		{6144, 4096, 132, 128 << 10, "few_rows_4"},
-		{2048, 2048, 128, 64 << 10, "few_rows_4"}, // a block loads one tile
-		{2048, 4096, 128, 96 << 10, "few_rows_3"}, // four loads
-		{4096, 2048, 132, 96 << 10, "few_rows_3"}, // the same of two tiles
-		{8, 4096, 1, 128 << 10, "few_rows_4"},     // there is room on other multiprocessors
-		{128, 2048, 8, 64 << 10, "few_rows_4"},
-		{151936, 2048, 132, 160 << 10, "few_rows_5"},
+		{1, 6144, 4096, 132, 128 << 10, "few_rows_4"},
+		{1, 2048, 2048, 128, 64 << 10, "few_rows_4"}, // a block loads one tile
+		{1, 2048, 4096, 128, 96 << 10, "few_rows_3"}, // four loads
+		{1, 4096, 2048, 132, 96 << 10, "few_rows_3"}, // the same of two tiles
+		{1, 8, 4096, 1, 128 << 10, "few_rows_4"},     // there is room on other multiprocessors
+		{1, 128, 2048, 8, 64 << 10, "few_rows_4"},
+		{1, 151936, 2048, 132, 160 << 10, "few_rows_5"},
+		{9, 2048, 2048, 128, 64 << 10, "sixteen_rows_4"},
+		{16, 6144, 4096, 132, 128 << 10, "sixteen_rows_4"}, // 16 loads
 	} {
 		r, b, s := list(t, Options{})
 		b.largeSmem = true
-		if err := b.Enqueue(s, matmul(1, test.columns, test.inner, kernels.BF16)); err != nil {
+		if err := b.Enqueue(s, matmul(test.rows, test.columns, test.inner, kernels.BF16)); err != nil {
 			t.Fatal(err)
 		}
 		if r.names() != test.kernel || r.grids[0].x != test.blocks || r.grids[0].shared != test.shared {
@@ -467,6 +469,7 @@ func TestExpertUpBesideRouteDown(t *testing.T) {
 		{"two experts of four", "route_down expert_up_64_few expert_down_alone_few", 2, 4, 1408, func(o *ops) { relist(o, 2, 2) }},
 		{"one token of two", "route_down expert_up_64_few expert_down_alone_few", 2, 4, 1408, func(o *ops) { relist(o, 1, 4) }},
 		{"too many pairs", "route_down expert_up_64_few expert_down_256_few", 8, 9, 64, nil},
+		{"too many tokens", "sixteen_route_down expert_up_64_few expert_down_256_few", 9, 4, 64, nil},
 		{"X is written", "route_down expert_up_64_few expert_down_alone_few", 1, 4, 1408, func(o *ops) { o.up.X = o.route.Down.Out }},
 		{"slots are written", "route_down expert_up_64_few expert_down_alone_few", 1, 4, 1408, func(o *ops) { o.up.Slots.Addr = o.route.Route.Weights.Addr }},
 		{"Out is read", "route_down expert_up_64_few expert_down_alone_few", 1, 4, 1408, func(o *ops) { o.up.Out.Addr = o.route.Down.X.Addr }},
@@ -745,7 +748,7 @@ func TestRouteChoice(t *testing.T) {
 			t.Errorf("%+v: with runs: %v", test, err)
 		}
 		want := test.want
-		if !strings.HasPrefix(want, "route_sort") {
+		if want != "route_sort" {
 			want += " runs"
 		}
 		if r.names() != want {
@@ -870,19 +873,24 @@ func TestNormChoice(t *testing.T) {
 // TestGatedChoice holds which kernel reads the weights of a gated MLP.
 func TestGatedChoice(t *testing.T) {
 	for _, test := range []struct {
-		columns, inner int
-		want           string
+		rows, columns, inner int
+		want                 string
 	}{
-		{5632, 2048, "few_rows_gated_once_5"},
-		{20480, 3584, "few_rows_gated_5"}, // 80 loads a block
+		{1, 5632, 2048, "few_rows_gated_once_5"},
+		{1, 20480, 3584, "few_rows_gated_5"}, // 80 loads a block
+		{8, 5632, 2048, "few_rows_gated_once_5"},
+		{9, 5632, 2048, "sixteen_rows_gated_5"},
+		{16, 1056 * 8, 2048, "sixteen_rows_gated_5"}, // 16 loads
+		{16, 1056*8 + 8, 2048, "matmul_16 silu_mul"},
+		{17, 5632, 2048, "matmul_16 silu_mul"},
 	} {
 		r, b, s := list(t, Options{})
 		b.largeSmem = true
-		op := kernels.GatedMatMul{X: at(1, tensor(kernels.BF16, 1, test.inner)), W: at(2, tensor(kernels.BF16, 2*test.columns, test.inner)), Out: at(3, tensor(kernels.BF16, 1, 2*test.columns))}
+		op := kernels.GatedMatMul{X: at(1, tensor(kernels.BF16, test.rows, test.inner)), W: at(2, tensor(kernels.BF16, 2*test.columns, test.inner)), Out: at(3, tensor(kernels.BF16, test.rows, 2*test.columns))}
 		if err := b.Enqueue(s, &op); err != nil {
 			t.Fatal(err)
 		}
-		if r.names() != test.want || r.grids[0].x != 132 || r.grids[0].shared != 160<<10 {
+		if few := !strings.HasPrefix(test.want, "matmul"); r.names() != test.want || few && (r.grids[0].x != 132 || r.grids[0].shared != 160<<10) {
 			t.Errorf("%+v: kernels %q, %v", test, r.names(), r.grids)
 		}
 	}
@@ -951,7 +959,7 @@ func TestRouterGateUpChoice(t *testing.T) {
 		if r.names() != test.want || test.blocks > 0 && r.grids[0].x != test.blocks {
 			t.Errorf("%s: kernels %q on %v, want %q", test.name, r.names(), r.grids, test.want)
 		}
-		if test.want == "router_gate_up" && (r.grids[0].threads != 512 || r.grids[0].shared != 160<<10) {
+		if strings.HasSuffix(test.want, "router_gate_up") && (r.grids[0].threads != 512 || r.grids[0].shared != 160<<10) {
 			t.Errorf("%s: %v", test.name, r.grids)
 		}
 	}

@@ -42,8 +42,8 @@ func (l *streamState) routeDown(o *kernels.RouteDown) error {
 	down := &o.Down
 	blocks := min(ceil(down.W.Shape[0], 16), l.b.multiprocessors-1)
 	eights := l.b.eightsOfRows(down)
-	if sortsFew(&o.Route) && o.Route.Logits.Shape[0] <= maxSixteenRows && blocks > 0 && eights > 0 {
-		// Routing takes a part of a stage.
+	if sortsFew(&o.Route) && o.Route.Logits.Shape[0] <= skinnyThreads/32 && blocks > 0 && eights > 0 {
+		// Routing takes less than a stage.
 		loads, shared := skinnyLoadsOf(down.W.Shape[0], 16, blocks, down.X.Shape[1]), skinnyStageBytes
 		k, stages := routeDown, 3
 		if eights > 1 {

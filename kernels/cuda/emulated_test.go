@@ -448,12 +448,13 @@ func TestEmulatedRopedOutside(t *testing.T) {
 }
 
 // TestEmulatedFewRows holds GEMMs of few rows with many pipeline stages to the bits of those
-// with shallow ones, which the conformance suite checks: the order of sums is the same.
+// with shallow ones, or of eight rows at a time, which the conformance suite checks: the order of sums is the same.
 func TestEmulatedFewRows(t *testing.T) {
 	m, b, s := emulate(t, Options{}, 3)
 	random := rand.New(rand.NewPCG(1, 2))
 	for _, c := range []struct{ rows, columns, inner int }{
 		{1, 1, 8}, {1, 16, 64}, {2, 100, 1000}, {3, 49, 1024}, {5, 130, 3080}, {8, 200, 5632}, {1, 96, 8200}, {8, 17, 72},
+		{9, 49, 1024}, {16, 130, 3080}, {13, 90, 5000},
 	} {
 		op := kernels.MatMul{X: kernels.New(0, kernels.BF16, c.rows, c.inner), W: kernels.New(0, kernels.BF16, c.columns, c.inner), Out: kernels.New(0, kernels.F32, c.rows, c.columns)}
 		var mems []device.Memory
@@ -480,7 +481,17 @@ func TestEmulatedFewRows(t *testing.T) {
 		for i := range got {
 			b.largeSmem = i == 1
 			copy(host.Write(0, n), bytes.Repeat([]byte{0xff}, int(n)))
-			err := errors.Join(s.Copy(out.Range(0, n), host.Range(0, n)), b.Enqueue(s, &op), s.Copy(host.Range(0, n), out.Range(0, n)), s.Synchronize(t.Context()))
+			parts := []kernels.MatMul{op}
+			if i == 0 && c.rows > 8 { // eight rows at a time
+				parts = []kernels.MatMul{op, op}
+				parts[0].X, parts[0].Out = op.X.Slice(0, 8), op.Out.Slice(0, 8)
+				parts[1].X, parts[1].Out = op.X.Slice(8, c.rows), op.Out.Slice(8, c.rows)
+			}
+			err := s.Copy(out.Range(0, n), host.Range(0, n))
+			for j := range parts {
+				err = errors.Join(err, b.Enqueue(s, &parts[j]))
+			}
+			err = errors.Join(err, s.Copy(host.Range(0, n), out.Range(0, n)), s.Synchronize(t.Context()))
 			if err != nil {
 				t.Fatal(err)
 			}

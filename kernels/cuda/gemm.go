@@ -108,7 +108,7 @@ const (
 	skinnyThreads                                   = 512
 	// skinnyStageBytes is one stage of a block of few_rows: 64 bytes per thread.
 	skinnyStageBytes = 64 * skinnyThreads
-	// skinnyLoads are the loads of a block up to which few_rows_3, few_rows_4 or few_rows_gated_once_5 reads its weights. Their L2 policy makes
+	// skinnyLoads are the loads of a block up to which a kernel of few.cu with evict_first reads its weights. That L2 policy makes
 	// long reads slower: those of Qwen3's LM head took 10 % longer, with four stages at 8cd63e83.
 	skinnyLoads = 16
 	// skinnyStageElements of each of 16 weight rows are in a stage.
@@ -151,8 +151,8 @@ func (l *streamState) gatedMatmul(o *kernels.GatedMatMul) error {
 	return launch(l, o.Name(), k, g, &a)
 }
 
-// takesSixteenRows reports whether the kernels for up to 16 rows compute a GEMM of so many rows and columns, of which a tile has
-// that many: X is read again for each tile, so blocks that have many of them are no faster than the library.
+// takesSixteenRows reports whether sixteen_rows_4, or with tiles of eight columns sixteen_rows_gated_5, computes a GEMM.
+// Long reads of weights, those of LM heads, are the library's: the kernels read X again for each tile.
 func (b *Backend) takesSixteenRows(rows, columns, tile, inner int) bool {
 	return b.largeSmem && !b.o.BatchInvariant && rows > maxSkinnyRows && rows <= maxSixteenRows && columns > 0 &&
 		skinnyLoadsOf(columns, tile, min(ceil(columns, tile), b.multiprocessors), inner) <= skinnyLoads

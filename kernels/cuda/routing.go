@@ -25,7 +25,7 @@ func (l *streamState) route(o *kernels.Route) error {
 	}
 	a := routeArguments(o)
 	if sortsFew(o) {
-		return launch(l, o.Name(), routeSort, grid{x: 1, threads: 32 * max(rows, 4)}, &a)
+		return launch(l, o.Name(), routeSort, grid{x: 1, threads: max(32*rows, mostRouted)}, &a)
 	}
 	err := launch(l, o.Name(), routeKernel, grid{x: ceil(rows, routeRows), threads: 32 * routeRows, shared: routeRows * experts * 4}, &a.route)
 	if err != nil || o.Order.None() {

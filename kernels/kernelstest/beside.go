@@ -52,7 +52,7 @@ func testRouterGateUp(r *rig) {
 				continue
 			}
 			// Each part may have an X of its own, with another number of rows.
-			apart := (i+j)%3 == 2
+			apart := s.n < 16 && (i+j)%3 == 2
 			r.run(fmt.Sprintf("%+v/%s/apart=%v", s, w, apart), func(r *rig) {
 				x := r.normal(r.rows((i+j)%2 == 0, "Router.X", r.act, s.n, s.a), 0, 1)
 				other := x
@@ -107,7 +107,7 @@ func testRouteDown(r *rig) {
 		{5, 8, 2, kernels.SoftmaxRenorm, 272, 33},
 		{8, 64, 8, kernels.SoftmaxRenorm, 64, 2000},
 		{2, 200, 8, kernels.Softmax, 72, 20},
-		{5, 80, 3, kernels.SoftmaxRenorm, 48, 16}, // rows of several warps, and some more
+		{5, 80, 3, kernels.SoftmaxRenorm, 48, 16},
 		{4, 128, 8, kernels.SoftmaxRenorm, 48, 16},
 		{3, 16, 2, kernels.SparseMixer, 1104, 18},
 		{8, 40, 2, kernels.SparseMixer, 64, 24},
@@ -143,7 +143,7 @@ func testRouteDownShape(r *rig, variant, n, experts, k int, method kernels.Route
 	op := kernels.RouteDown{Route: kernels.Route{
 		Logits: logits.Tensor, Method: method, Jitter: jitter, IDs: ids.Tensor, Weights: weights.Tensor, Counts: countsArg,
 	}}
-	sorts := variant%5 != 4
+	sorts := variant%5 != 4 || n > 9
 	var offsets, order, listed tensor
 	outs := []tensor{ids, weights}
 	if sorts {
@@ -230,7 +230,9 @@ func testRouteExpertUp(r *rig) {
 		{8, 9, 8, 64, 64, kernels.SoftmaxRenorm},  // all pairs that a block selects
 		{8, 9, 9, 64, 64, kernels.SoftmaxRenorm},  // more
 		{9, 8, 2, 64, 64, kernels.SoftmaxRenorm},  // more tokens
-		{17, 8, 2, 64, 64, kernels.SoftmaxRenorm}, // without runs
+		{16, 3, 3, 64, 64, kernels.SoftmaxRenorm},
+		{17, 3, 3, 64, 64, kernels.SoftmaxRenorm}, // two runs of each expert
+		{65, 8, 2, 64, 64, kernels.SoftmaxRenorm}, // without runs
 		{0, 8, 2, 64, 64, kernels.SoftmaxRenorm},
 	}
 	if r.o.Full {

@@ -40,7 +40,7 @@ func pick(x []float64, columns []int) []float64 {
 
 func testMatMul(r *rig) {
 	type shape struct{ n, a, m int }
-	shapes := []shape{{1, 16, 1}, {2, 48, 7}, {7, 272, 60}, {33, 64, 130}, {1, 1040, 48}, {3, 2064, 33}, {131, 32, 18}, {300, 16, 5}, {100, 1104, 140}, {3, 8, 66}, {9, 272, 60}, {16, 1040, 130}, {13, 2064, 33}}
+	shapes := []shape{{1, 16, 1}, {2, 48, 7}, {7, 272, 60}, {33, 64, 130}, {1, 1040, 48}, {3, 2064, 33}, {131, 32, 18}, {300, 16, 5}, {100, 1104, 140}, {3, 8, 66}, {9, 272, 60}, {16, 1040, 130}, {13, 2064, 130}}
 	if r.o.Full {
 		shapes = append(shapes,
 			shape{2, 4096, 6144}, shape{2, 4096, 4096}, shape{3, 2048, 6144}, shape{5, 3584, 4608}, shape{1, 2048, 5120}, // qkv, o
@@ -251,7 +251,7 @@ func testExperts(r *rig) {
 		{3, 128, 1216, 4, 2, 3},
 		{2, 64, 64, 600, 4, 570},  // more than a block has threads
 		{10, 64, 64, 200, 4, 180}, // more than a warp lists at once
-		// With runs, and one row more.
+		// With runs, of up to 16 pairs.
 		{1, 64, 192, 60, 4, 0},
 		{3, 192, 64, 128, 8, 0},
 		{8, 128, 128, 60, 4, 0},
@@ -259,6 +259,12 @@ func testExperts(r *rig) {
 		{8, 64, 192, 2, 2, 0}, // all tokens choose both experts
 		{5, 64, 64, 300, 3, 0},
 		{9, 64, 64, 8, 2, 0},
+		{13, 64, 64, 2, 2, 0},
+		{16, 64, 192, 2, 2, 0},
+		{17, 64, 192, 2, 2, 0}, // two of each expert, the second of one pair
+		{40, 128, 64, 4, 2, 0}, // some experts have several
+		{64, 64, 128, 3, 1, 0},
+		{48, 64, 64, 128, 8, 0},
 	}
 	if r.o.Full {
 		shapes = append(shapes,

@@ -169,7 +169,11 @@ func testRouteNaN(r *rig) {
 	for _, s := range []struct {
 		experts, k int
 		method     kernels.RouteMethod
-	}{{8, 2, kernels.SoftmaxRenorm}, {60, 4, kernels.Softmax}, {128, 8, kernels.SoftmaxRenorm}, {16, 2, kernels.SparseMixer}} {
+		sorts      bool
+	}{
+		{8, 2, kernels.SoftmaxRenorm, false}, {60, 4, kernels.Softmax, false}, {128, 8, kernels.SoftmaxRenorm, false}, {16, 2, kernels.SparseMixer, false},
+		{8, 2, kernels.SoftmaxRenorm, true}, {60, 4, kernels.Softmax, true}, {128, 8, kernels.SoftmaxRenorm, true}, {16, 2, kernels.SparseMixer, true},
+	} {
 		r.run(fmt.Sprintf("%+v", s), func(r *rig) {
 			const rows, jitter = 9, 0.01
 			logits := r.rows(true, "Logits", kernels.F32, rows, s.experts).set(func(i int) float64 {
@@ -182,7 +186,14 @@ func testRouteNaN(r *rig) {
 			ids, weights := r.dense("IDs", kernels.I32, rows, s.k), r.dense("Weights", kernels.F32, rows, s.k)
 			ids.writes()
 			weights.writes()
-			r.do(&kernels.Route{Logits: logits.Tensor, Method: s.method, Jitter: jitter, IDs: ids.Tensor, Weights: weights.Tensor})
+			op := kernels.Route{Logits: logits.Tensor, Method: s.method, Jitter: jitter, IDs: ids.Tensor, Weights: weights.Tensor}
+			if s.sorts {
+				offsets, order := r.dense("Offsets", kernels.I32, s.experts+1), r.dense("Order", kernels.I32, rows*s.k)
+				offsets.writes()
+				order.writes()
+				op.Offsets, op.Order = offsets.Tensor, order.Tensor
+			}
+			r.do(&op)
 			for n := range rows {
 				if n%3 == 0 {
 					wantIDs, wantWeights := routeWant(s.method, jitter, logits.row(n), s.k)

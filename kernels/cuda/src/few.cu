@@ -99,7 +99,7 @@ DEVICE tile_parts<eights> *parts_of_tiles() {
   return parts;
 }
 
-// Up to eight rows, or that many eights: a tile is 16 weight rows by all of X, and a block computes every
+// Up to eight rows, or that many groups of eight, which share each load of weights: a tile is 16 weight rows by all of X, and a block computes every
 // blocks-th (persistent kernel). A thread copies the weights that it multiplies itself to
 // stages of its own, so the block synchronizes only for the sum of a tile, and copies run ahead
 // across tiles. The first copies start before the preceding kernels end, which do not write
@@ -242,7 +242,7 @@ KERNEL(512, 2) few_rows_gated_once_5(const few_args a) {
   few_rows<5, true, true>(a, memory);
 }
 
-// The same for up to 16 rows.
+// few_rows_4 and few_rows_gated_once_5 for up to 16 rows.
 KERNEL(512, 1) sixteen_rows_4(const few_args a) {
   DYNAMIC_SHARED(memory);
   few_rows<4, false, true, false, 2>(a, memory);
@@ -284,9 +284,10 @@ struct route_down_args {
   few_args down;
 };
 
-// route_sort and few_rows_4 in one launch, with a stage less, so that a narrow block of the gate/up projection behind it
-// finds room beside. The first block, which has the longer way, routes. Gate/up of few tokens selects the experts by the
-// scores, and runs beside this kernel, so it may start only once this one has waited for these.
+// The router's selection, in the first block, which has the longer way, and the shared expert's down projection. Gate/up of
+// few tokens selects the experts by the scores, and runs beside this kernel, so it may start only once this one has waited
+// for these.
+static_assert(sizeof(sorted_rows) <= 64 * 512, "a stage");
 template <int stages, int eights>
 DEVICE void route_beside_down(const route_down_args &a, unsigned char *memory) {
   if (blockIdx.x == 0) {
@@ -297,6 +298,8 @@ DEVICE void route_beside_down(const route_down_args &a, unsigned char *memory) {
   }
 }
 
+// route_sort and few_rows_4 in one launch, with a stage less, so that a narrow block of the gate/up projection behind it finds
+// room beside.
 KERNEL(512, 2) route_down(const route_down_args a) {
   DYNAMIC_SHARED(memory);
   route_beside_down<3, 1>(a, memory);

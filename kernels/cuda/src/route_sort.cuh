@@ -124,16 +124,18 @@ DEVICE void end_runs(u64 runs, int listed, int experts, int pairs) {
   for (int i = listed + threadIdx.x % 32; i < most; i += 32) store_chunk((uint4 *)runs + i, uint4{0, 0, 0, 0});
 }
 
-// Shared memory of sort_rows, of up to 32 rows that select 32 experts each at most.
+constexpr int most_sorted = 32, most_selected = 32;  // rows of sort_rows, and experts of a row
+
+// Shared memory of sort_rows.
 struct sorted_rows {
-  u32 chosen[most_routed];         // of each expert, a bit for each row
-  u32 ranks[32][most_routed / 4];  // of selected experts, a byte each, 255 of others
-  unsigned char ids[32][32];       // by rank
-  int firsts[most_routed];         // the first pair of each expert
+  u32 chosen[most_routed];                        // of each expert, a bit for each row
+  u32 ranks[most_sorted][most_routed / 4];        // of selected experts, a byte each, 255 of others
+  unsigned char ids[most_sorted][most_selected];  // by rank
+  int firsts[most_routed];                        // the first pair of each expert
 };
 
 // Routes up to 32 rows, which select 32 of 128 experts each at most, and sorts their pairs: a warp for each row, then a thread
-// for each expert; in one block, of which more warps may be there.
+// for each expert. All threads of a block call it, which has a warp for each row or more.
 DEVICE void sort_rows(const route_sort_args &args, sorted_rows &m) {
   const route_args &a = args.route;
   launch_dependents();
