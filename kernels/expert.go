@@ -16,7 +16,7 @@ type ExpertGEMM struct {
 	// its length, and what ExpertDown writes is a part of a sum.
 	Columns Columns
 	// Runs, [MostRuns(E, N*K), RunColumns] I32, dense, or none: what Route wrote for these pairs, in agreement with
-	// Offsets, so that no expert has more than MaxRunRows pairs. Only where Experts lists all experts and all
+	// Offsets, of at most MaxRunRows tokens. Only where Experts lists all experts and all
 	// columns are computed: then a device need not look for the experts with pairs.
 	Runs Tensor
 }
