@@ -337,7 +337,8 @@ func TestRuns(t *testing.T) {
 	}{
 		{"resident", 0, Options{}, 1, routing},
 		{"resident, few tokens", 0, Options{}, 2, routing},
-		{"resident, many tokens", 0, Options{}, kernels.MaxRunRows + 1, noRuns},
+		{"resident, some tokens", 0, Options{}, kernels.MaxRunPairs + 1, routing},
+		{"resident, many tokens of few experts", 0, Options{}, 64, noRuns},
 		{"resident, micro-batches", 0, Options{MicroBatchTokens: 2}, 8, noRuns},
 		{"resident, micro-batches of one token", 0, Options{MicroBatchTokens: 1}, 2, noRuns},
 		{"none resident, layerwise", 1, Options{SmallBatchTokens: -1}, 1, withRuns},
