@@ -48,8 +48,9 @@ func MostRuns(experts, pairs int) int {
 	return having + (pairs-having)/MaxRunPairs
 }
 
-// ListsRuns reports whether Route should write Runs for that many tokens, each with k of the experts. Weights are
-// loaded once for each run, so experts with more than MaxRunPairs pairs should be rare: with up to five on average.
+// ListsRuns reports whether Route should write Runs for that many tokens, each with k of the experts. Of an expert with
+// several runs the weights are read again when they may have left a cache, so these should be rare: with up to five pairs
+// an expert on average.
 func ListsRuns(tokens, experts, k int) bool {
 	return tokens <= MaxRunPairs || tokens <= MaxRunRows && tokens*k <= 5*experts
 }

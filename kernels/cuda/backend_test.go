@@ -186,7 +186,8 @@ func TestMatMulChoice(t *testing.T) {
 		{1, 128, 2048, 8, 64 << 10, "few_rows_4"},
 		{1, 151936, 2048, 132, 160 << 10, "few_rows_5"},
 		{9, 2048, 2048, 128, 64 << 10, "sixteen_rows_4"},
-		{16, 6144, 4096, 132, 128 << 10, "sixteen_rows_4"}, // 16 loads
+		{16, 6144, 4096, 132, 128 << 10, "sixteen_rows_4"},
+		{16, 132 * 16 * 4, 4096, 132, 128 << 10, "sixteen_rows_4"}, // 16 loads
 	} {
 		r, b, s := list(t, Options{})
 		b.largeSmem = true
@@ -535,6 +536,8 @@ func TestExpertRuns(t *testing.T) {
 		{2, 2048, 768, 128, 8, "expert_up_64_few", "expert_down_64_few", 5},
 		{3, 2048, 768, 128, 8, "expert_up_alone_few", "expert_down_alone_few", 11},
 		{8, 2048, 768, 128, 8, "expert_up_256_few", "expert_down_256_few", 6},
+		{20, 4096, 14336, 8, 2, "expert_up_256_few", "expert_down_64_few", 6},
+		{64, 2048, 768, 128, 8, "expert_up_256_few", "expert_down_256_few", 6},
 	} {
 		r, b, s := list(t, Options{})
 		r.keep, b.hopper = true, true

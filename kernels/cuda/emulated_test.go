@@ -535,6 +535,10 @@ func TestEmulatedLayers(t *testing.T) {
 		{true, 60, 8, "more pairs", 32, 64, 9, 9, kernels.SoftmaxRenorm, []string{"expert_up_64_few", "expert_down_64_few early"}},
 		{true, 60, 5, "heads of 128", 128, 64, 4, 2, kernels.SoftmaxRenorm, []string{"rope_attention_128_wide"}},
 		{true, 6, 5, "shared expert", 32, 64, 4, 2, kernels.Softmax, []string{"router_gate_up", "route_down", "expert_up_64_routed_few early", "expert_down_64_routed_few early"}},
+		{true, 6, 12, "shared expert", 32, 64, 8, 4, kernels.Softmax, []string{"sixteen_router_gate_up", "sixteen_route_down"}},
+		{true, 3, 24, "small", 32, 64, 16, 2, kernels.SoftmaxRenorm, []string{"route_sort", "expert_up_256_few", "expert_down_256_few early"}},
+		{true, 3, 40, "small", 32, 64, 16, 2, kernels.SoftmaxRenorm, []string{"route", "runs"}},
+		{true, 3, 30, "small", 32, 64, 4, 2, kernels.SoftmaxRenorm, []string{"route_sort", "expert_up_64"}},
 		// Expert GEMMs that select their experts: gate/up routes, or runs beside what does.
 		{true, 3, 1, "small", 32, 64, 4, 2, kernels.SoftmaxRenorm, []string{"expert_up_64_routed", "expert_down_64_routed early"}},
 		{true, 6, 1, "shared expert", 32, 64, 8, 4, kernels.Softmax, []string{"route_down", "expert_up_64_routed early", "expert_down_64_routed early"}},

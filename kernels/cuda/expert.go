@@ -35,7 +35,7 @@ const (
 	expertWide kernelID = iota
 	expertNarrow
 	expertAlone
-	// The same that read Runs: each expert has tokens of one tile.
+	// The same that read Runs, each of which has tokens of one tile.
 	expertWideFew
 	expertNarrowFew
 	expertAloneFew

@@ -78,7 +78,8 @@ func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 	logits, ids, weights := x.weights(kernels.F32, n, scored), zeros(n*c.k).View(n, c.k), x.weights(kernels.F32, n, c.k)
 	offsets, order, up, down := zeros(c.experts+1), zeros(n*c.k), x.act(n*c.k, c.intermediate), x.act(n*c.k, c.hidden)
 	var runs kernels.Tensor
-	if n <= kernels.MaxRunRows {
+	lists := kernels.ListsRuns(n, c.experts, c.k)
+	if lists {
 		most := kernels.MostRuns(c.experts, n*c.k)
 		runs = zeros(most*kernels.RunColumns).View(most, kernels.RunColumns)
 	}
@@ -133,7 +134,7 @@ func (x *bench) decoder(c *benchModel, layers, n, context int) *decoder {
 		switch {
 		case sharedWidth > 0:
 			add(&expertUp)
-		case n <= kernels.MaxRunRows:
+		case lists:
 			add(&kernels.RouteExpertUp{Route: route, Up: expertUp})
 		default:
 			add(&route, &expertUp)
@@ -282,7 +283,7 @@ func TestGPUOverlap(t *testing.T) {
 	const layers, rounds = 2, 20
 	m, serial, overlapping, s := openBoth(t)
 	for _, c := range benchModels {
-		for _, n := range []int{1, 5, 40} {
+		for _, n := range []int{1, 5, 12, 40, 70} {
 			t.Run(fmt.Sprintf("%s/%d", c.name, n), func(t *testing.T) {
 				giveUp(overlapping, s)
 				x := &bench{TB: t, m: m, b: overlapping, s: s, random: rand.New(rand.NewPCG(1, uint64(n))), exponent: 13}

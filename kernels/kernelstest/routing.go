@@ -171,8 +171,14 @@ func testRouteNaN(r *rig) {
 		method     kernels.RouteMethod
 		sorts      bool
 	}{
-		{8, 2, kernels.SoftmaxRenorm, false}, {60, 4, kernels.Softmax, false}, {128, 8, kernels.SoftmaxRenorm, false}, {16, 2, kernels.SparseMixer, false},
-		{8, 2, kernels.SoftmaxRenorm, true}, {60, 4, kernels.Softmax, true}, {128, 8, kernels.SoftmaxRenorm, true}, {16, 2, kernels.SparseMixer, true},
+		{8, 2, kernels.SoftmaxRenorm, false},
+		{60, 4, kernels.Softmax, false},
+		{128, 8, kernels.SoftmaxRenorm, false},
+		{16, 2, kernels.SparseMixer, false},
+		{8, 2, kernels.SoftmaxRenorm, true},
+		{60, 4, kernels.Softmax, true},
+		{128, 8, kernels.SoftmaxRenorm, true},
+		{16, 2, kernels.SparseMixer, true},
 	} {
 		r.run(fmt.Sprintf("%+v", s), func(r *rig) {
 			const rows, jitter = 9, 0.01
@@ -187,16 +193,19 @@ func testRouteNaN(r *rig) {
 			ids.writes()
 			weights.writes()
 			op := kernels.Route{Logits: logits.Tensor, Method: s.method, Jitter: jitter, IDs: ids.Tensor, Weights: weights.Tensor}
+			var offsets, order tensor
 			if s.sorts {
-				offsets, order := r.dense("Offsets", kernels.I32, s.experts+1), r.dense("Order", kernels.I32, rows*s.k)
+				offsets, order = r.dense("Offsets", kernels.I32, s.experts+1), r.dense("Order", kernels.I32, rows*s.k)
 				offsets.writes()
 				order.writes()
 				op.Offsets, op.Order = offsets.Tensor, order.Tensor
 			}
 			r.do(&op)
+			selected := make([][]int, rows)
 			for n := range rows {
 				if n%3 == 0 {
 					wantIDs, wantWeights := routeWant(s.method, jitter, logits.row(n), s.k)
+					selected[n] = asInts(wantIDs)
 					r.exact(ids, wantIDs, n)
 					r.near(weights, wantWeights, n)
 					continue
@@ -210,7 +219,13 @@ func testRouteNaN(r *rig) {
 						want = append(want, float64(e))
 					}
 				}
+				selected[n] = asInts(want)
 				r.exact(ids, want, n)
+			}
+			if s.sorts {
+				wantOffsets, wantOrder := sorted(selected, s.experts)
+				r.exact(offsets, asFloats(wantOffsets))
+				r.exact(order, asFloats(wantOrder))
 			}
 		})
 	}
@@ -245,6 +260,14 @@ func (r *rig) exactRuns(t tensor, offsets []int, pairs int) {
 	for i := range t.Shape[0] {
 		r.exact(t, want[i*kernels.RunColumns:][:kernels.RunColumns], i)
 	}
+}
+
+func asInts(x []float64) []int {
+	y := make([]int, len(x))
+	for i, v := range x {
+		y[i] = int(v)
+	}
+	return y
 }
 
 func asFloats(x []int) []float64 {
