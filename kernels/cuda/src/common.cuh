@@ -113,6 +113,17 @@ DEVICE float warp_sum(float v) {
   return v;
 }
 
+// The sum over this lane and those before it.
+DEVICE int prefix_sum(int v) {
+  int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 1; i < 32; i <<= 1) {
+    int before = __shfl_up_sync(all_lanes, v, i);
+    if (lane >= i) v += before;
+  }
+  return v;
+}
+
 // Intrinsics, so that the compiler fuses nothing and every kernel has the same bits.
 DEVICE float silu(float x) { return __fdiv_rn(x, __fadd_rn(1.f, expf(-x))); }
 

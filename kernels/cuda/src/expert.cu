@@ -224,12 +224,7 @@ DEVICE void select_experts(const route_sort_args &args, routed_lists &l, bool ro
     int sum = __popc(tokens);  // of pairs, and of experts in the upper half
 #pragma unroll
     for (int j = 0; j < each; j++) sum += (tokens >> 8 * j & 255) != 0 ? 1 << 16 : 0;
-    int up_to = sum;
-#pragma unroll
-    for (int j = 1; j < 32; j <<= 1) {
-      int v = __shfl_up_sync(all_lanes, up_to, j);
-      if (lane >= j) up_to += v;
-    }
+    int up_to = prefix_sum(sum);
     int first = (up_to - sum) & 0xffff, to = (up_to - sum) >> 16, all = __shfl_sync(all_lanes, up_to, 31);
 #pragma unroll 1
     for (int j = 0; j < each; j++, tokens >>= 8) {

@@ -99,8 +99,8 @@ DEVICE tile_parts<eights> *parts_of_tiles() {
   return parts;
 }
 
-// Up to eight rows, or that many groups of eight, which share each load of weights: a tile is 16 weight rows by all of X, and a block computes every
-// blocks-th (persistent kernel). A thread copies the weights that it multiplies itself to
+// Up to eight rows, or that many groups of eight, which share each load of weights: a tile is 16 weight rows by all of X, and
+// a block computes every blocks-th (persistent kernel). A thread copies the weights that it multiplies itself to
 // stages of its own, so the block synchronizes only for the sum of a tile, and copies run ahead
 // across tiles. The first copies start before the preceding kernels end, which do not write
 // weights. gated: W has a.columns rows of gate, then as many of up, of which a tile has eight

@@ -151,12 +151,7 @@ KERNEL(32, 1) runs(const runs_args a) {
   int listed = 0;
   for (int from = 0; from < a.experts; from += 32) {
     int e = from + threadIdx.x, first = e < a.experts ? offsets[e] : 0, pairs = e < a.experts ? offsets[e + 1] - first : 0;
-    int up_to = runs_of(pairs);
-#pragma unroll
-    for (int j = 1; j < 32; j <<= 1) {
-      int v = __shfl_up_sync(all_lanes, up_to, j);
-      if ((int)threadIdx.x >= j) up_to += v;
-    }
+    int up_to = prefix_sum(runs_of(pairs));
     append_runs(a.runs, listed + up_to - runs_of(pairs), e, first, pairs);
     listed += __shfl_sync(all_lanes, up_to, 31);
   }

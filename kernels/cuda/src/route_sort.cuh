@@ -161,12 +161,7 @@ DEVICE void sort_rows(const route_sort_args &args, sorted_rows &m) {
       int n = __popc(m.chosen[lane * routed_each + j]);
       sum += n + (runs_of(n) << 16);
     }
-    int up_to = sum;
-#pragma unroll
-    for (int j = 1; j < 32; j <<= 1) {
-      int v = __shfl_up_sync(all_lanes, up_to, j);
-      if (lane >= j) up_to += v;
-    }
+    int up_to = prefix_sum(sum);
     int first = (up_to - sum) & 0xffff, to = (up_to - sum) >> 16, all = __shfl_sync(all_lanes, up_to, 31);
 #pragma unroll
     for (int j = 0; j < routed_each; j++) {
